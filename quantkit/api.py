@@ -189,13 +189,10 @@ def verify(
     asked = filled(EvalSettings, options, "verify")
     asked.check()
     with _listening(progress) as listener:
-        from quantkit.evaluation import audit, served
+        from quantkit.evaluation import served
 
         pair, text = (os.fspath(path), base and os.fspath(base)), calibration and os.fspath(calibration)
-        blocks = audit.wanted(reproduce, pair[1])
-        record = served.verify(*pair, asked, listener, trust_remote_code)
-        if reproduce is not None:
-            audit.add(record, pair[1], blocks, seed, text, trust_remote_code, listener)
+        record = served.verify(*pair, asked, listener, trust_remote_code, reproduce, seed, text)
     served.refuse(record, pair[1])
     return record
 

@@ -235,7 +235,7 @@ def evaluated(folder: Path, model, dtype: str) -> float:
     with torch.no_grad():
         logits = model(input_ids=ids(), use_cache=False).logits[:, :-1].flatten(0, 1)
     want = torch.nn.functional.cross_entropy(logits, ids()[:, 1:].flatten())
-    return abs(found.results[0].metrics.nll.value - want.item())
+    return abs(found["models"][0]["metrics"]["nll"]["value"] - want.item())
 
 
 def ids():

@@ -482,7 +482,7 @@ def template(samples: Path, place: Path, source: random.Random, deep: bool) -> N
 def result(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """Result JSON, and the page and table of it."""
     from quantkit.evaluation.comparison import table
-    from quantkit.evaluation.comparison.merge import merge, read
+    from quantkit.evaluation.comparison.record import merge, read
 
     path = Path(shutil.copy(samples / "result.json", place / "result.json"))
     json_file(path, source, "models" if source.random() < 0.7 else None)

@@ -431,8 +431,8 @@ def test_auto_measures_what_it_measures_on_the_cpu(tiny_model, text, tmp_path, f
             *_, found[device] = sensitivities.measure(prepared, Progress())
     assert DEVICE.launches, "nothing ran on the device"
     for unit, row in found["cpu"].units.items():
-        mean = found[NAME].units[unit].divergence.mean
-        assert mean == pytest.approx(row.divergence.mean, rel=0.05, abs=1e-6), unit
+        mean = found[NAME].units[unit]["divergence"]["mean"]
+        assert mean == pytest.approx(row["divergence"]["mean"], rel=0.05, abs=1e-6), unit
 
 
 # ---- what a device can and cannot do

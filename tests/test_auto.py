@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quantkit.auto import allocation, results, run, show, unit_divergence
-from quantkit.auto.curve import Divergence, Errors
-from quantkit.auto.sensitivities import Row, Sensitivities
+from quantkit.auto.sensitivities import Sensitivities
 from quantkit.auto.units import nbytes
 from quantkit.capacity import devices
 from quantkit.models.files.open import open_checkpoint
@@ -165,16 +164,16 @@ def test_measuring_that_was_interrupted_goes_on_to_the_same_table(auto, tmp_path
     def units(name: str = "found.auto/sensitivities.json") -> dict:
         return json.loads((tmp_path / name).read_text())["units"]
 
-    change, count, last = unit_divergence._Output.change, 0, 6
+    divergence, count, last = unit_divergence._divergence, 0, 7
 
-    def counted(output, stream):
+    def counted(skeleton, reference, stream):
         nonlocal count
         count += 1
         if count == last:
             signal.raise_signal(signal.SIGINT)
-        return change(output, stream)
+        return divergence(skeleton, reference, stream)
 
-    monkeypatch.setattr(unit_divergence._Output, "change", counted)
+    monkeypatch.setattr(unit_divergence, "_divergence", counted)
     heard = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, heard))
     asked = ["--bpw", "4.2", "-o", "found", "--sensitivities", "table.json"]
@@ -183,7 +182,7 @@ def test_measuring_that_was_interrupted_goes_on_to_the_same_table(auto, tmp_path
     assert "--resume" in stopped and len(units()) == 4 and not (tmp_path / "table.json").exists()
     count, last = 0, None
     auto(*asked, "--resume")
-    assert count == 3, "what was known is not measured again"
+    assert count == 1 + 3, "the usual model again, but what was known is not measured again"
     auto("--bpw", "4.2", "-o", "whole", "--sensitivities", "other.json")
     assert units("table.json") == units("other.json") and len(units("other.json")) == 7
 
@@ -309,11 +308,11 @@ def table(auto, tmp_path, monkeypatch) -> dict:
     """A whole table, as `measure` would have found it."""
 
     def measured(prepared, progress, known):
-        errors = {
-            unit.name: Errors(*({one.name: 1 / one.nbytes for one in unit.candidates} for _ in range(2)))
-            for unit in prepared.units
-        }
-        rows = {name: Row(own, Divergence(0.1, 0.0)) for name, own in errors.items()}
+        rows = {}
+        for unit in prepared.units:
+            errors = {candidate.name: 1 / candidate.nbytes for candidate in unit.candidates}
+            divergence = {"mean": 0.1, "stderr": 0.0}
+            rows[unit.name] = {"errors": {"nearest": errors, "solved": errors}, "divergence": divergence}
         found = Sensitivities(prepared.identity, 64, 1.0, None, rows)
         found.save(tmp_path / "u.json")
         raise KeyboardInterrupt

@@ -8,8 +8,7 @@ import records
 from bench_runs import SMALL, checked, measured
 
 from quantkit.evaluation.comparison.figures import Axis, Figure, Point, Series
-from quantkit.evaluation.comparison.files import Outputs
-from quantkit.evaluation.comparison.report import Report, Table
+from quantkit.evaluation.comparison.report import Outputs, Report, Table
 from quantkit.serving.bench.record import fit, read_quality, record, summary
 from quantkit.serving.bench.settings import BenchSettings
 from quantkit.serving.bench.show import report
@@ -161,7 +160,7 @@ def test_a_report_becomes_a_page_and_plots(tmp_path):
         "It", [Table(("a", "b"), [("", [["one", "<two>"]])])], {"fact": "x"}, [("note", "")], figures
     )
     for suffix in (".svg", ".png"):
-        Outputs(html=tmp_path / "page.html", plot=tmp_path / f"plot{suffix}").write(figures, made.page)
+        Outputs(html=tmp_path / "page.html", plot=tmp_path / f"plot{suffix}").write(made)
     text = (tmp_path / "page.html").read_text()
     assert '<td data-label="b">&lt;two&gt;</td>' in text and "note" in text
     assert text.count('<svg class="plot"') == 4

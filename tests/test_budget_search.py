@@ -10,14 +10,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quantkit.auto import allocation, cost, curve, results, unit_divergence
-from quantkit.auto.curve import Divergence, Errors
+from quantkit.auto import allocation, cost, results, unit_divergence
 from quantkit.auto.engines import ENGINES, GgufOutside
 from quantkit.auto.job import prepare
 from quantkit.auto.options import AutoOptions, AutoRequest
-from quantkit.auto.sensitivities import Row, Sensitivities
+from quantkit.auto.sensitivities import Sensitivities
 from quantkit.auto.solving import Solving
-from quantkit.auto.units import Candidate, Unit, bits_per_weight, measured, nbytes, usual
+from quantkit.auto.units import (
+    Candidate,
+    Unit,
+    bits_per_weight,
+    measured,
+    nbytes,
+    unit_losses,
+    usual,
+)  # fmt: skip
 from quantkit.cli.progress import Lines
 from quantkit.errors import QuantkitError
 from quantkit.models.files.open import open_checkpoint
@@ -77,23 +84,30 @@ def test_what_cannot_be_is_said_with_what_can():
         allocation.within_loss(units, losses, 1e-9)
 
 
+def row_of(nearest: dict, solved: dict, mean: float) -> dict:
+    return {
+        "errors": {"nearest": nearest, "solved": solved},
+        "divergence": {"mean": mean, "stderr": 0.0},
+    }
+
+
 def test_losses_are_proportional_to_errors():
     row = tuple(Candidate(name, size) for name, size in zip("abcd", (10, 15, 20, 40), strict=True))
     unit = Unit("u", 0, (), 80, row)
     assert measured(unit).name == "a" and usual(unit).name == "c"
-    errors = Errors({"a": 0.8, "b": 0.4, "c": 0.1, "d": 0.02}, {"a": 0.4, "c": 0.05})
-    found = curve.losses(unit, errors, Divergence(0.9, 0.0))  # a factor of 2
+    nearest, solved = {"a": 0.8, "b": 0.4, "c": 0.1, "d": 0.02}, {"a": 0.4, "c": 0.05}
+    found = unit_losses(unit, row_of(nearest, solved, 0.9))  # a factor of 2
     assert found == pytest.approx({"a": 0.8, "c": 0.1, "b": 0.4, "d": 0.02})  # rounding's errors, halved
-    outside = curve.losses(replace(unit, block=None), errors, Divergence(0.1, 0.0))  # of c, from the original
+    outside = unit_losses(replace(unit, block=None), row_of(nearest, solved, 0.1))  # of c, from the original
     assert outside == pytest.approx(found)
 
 
 def test_usual_candidates_add_up_to_what_was_measured_of_them():
     row = tuple(Candidate(name, size) for name, size in zip("abc", (20, 30, 40), strict=True))
     units = [Unit(name, 0, (), 80, row) for name in "uv"]
-    errors = Errors({"a": 0.4, "b": 0.1, "c": 0.02}, {"a": 0.4, "b": 0.1, "c": 0.02})
-    rows = dict.fromkeys("uv", Row(errors, Divergence(0.6, 0.0)))
-    table = Sensitivities({}, 64, 1.0, Divergence(0.3, 0.0), rows)
+    errors = {"a": 0.4, "b": 0.1, "c": 0.02}
+    rows = dict.fromkeys("uv", row_of(errors, errors, 0.6))
+    table = Sensitivities({}, 64, 1.0, {"mean": 0.3, "stderr": 0.0}, rows)
     found = table.losses(units)
     assert usual(units[0]).name == "b" and found["u", "b"] + found["v", "b"] == pytest.approx(0.3)
     assert found["u", "a"] / found["u", "b"] == pytest.approx(4)
@@ -138,7 +152,7 @@ def test_what_an_engine_fuses_is_one_unit(tiny_model, tmp_path, engine, names):
             dry_run=True,
         )  # fmt: skip
         grids = {row.name: f"{row.grid.bits},{row.grid.group_size}" for row in made.specs}
-        assert grids == {row.name: choice[one.name] for one in units for row in one.rows}
+        assert grids == {row.name: choice[one.name] for one in units for row in one.specs}
         sizes = made.method.output.sizes(made.checkpoint, made.specs, made.method.layout)
         assert sizes.bits_per_weight == pytest.approx(bits_per_weight(units, choice))
 
@@ -241,13 +255,13 @@ def test_experts_of_a_layer_are_one_unit_and_llama_cpp_has_one_for_each_projecti
     space = ENGINES["vllm"]
     units = space.units(prepared_for(space, source, tmp_path))
     experts = [unit for unit in units if unit.name.endswith("experts")]
-    assert experts and all(len({row.local.split(".")[-1] for row in unit.rows}) == 3 for unit in experts)
+    assert experts and all(len({row.local.split(".")[-1] for row in unit.specs}) == 3 for unit in experts)
     choice = {unit.name: unit.candidates[unit is experts[0]].name for unit in units}
     (pattern,) = space.values(units, choice)["run.override"]
     assert r"layers\.0\.mlp\.experts\.\d+\.(" in pattern
     space = ENGINES["llama.cpp"]
-    names = {unit.name: len(unit.rows) for unit in space.units(prepared_for(space, source, tmp_path))}
-    count = len(experts[0].rows) // 3
+    names = {unit.name: len(unit.specs) for unit in space.units(prepared_for(space, source, tmp_path))}
+    count = len(experts[0].specs) // 3
     assert {names[f"blk.0.ffn_{part}_exps.weight"] for part in ("gate", "up", "down")} == {count}
     assert names["token_embd.weight"] == 0
 
@@ -287,7 +301,7 @@ class Noisy:
         return weight + 0.05 * torch.randn(weight.shape, generator=draw)
 
     def measured(self, unit: Unit, entering):
-        own = {row.local: self.skeleton.part(unit.block, row.local).weight for row in unit.rows}
+        own = {row.local: self.skeleton.part(unit.block, row.local).weight for row in unit.specs}
         return {name: self.values(unit, measured(unit), weight) for name, weight in own.items()}
 
 
@@ -298,7 +312,7 @@ def test_streams_have_the_divergence_of_the_whole_model(tiny_model, tmp_path, ro
     space = ENGINES["vllm"]
     row = (Candidate("small", 1), Candidate("large", 9))
     units = [
-        Unit(unit.name, unit.block, unit.rows, 8, row)
+        Unit(unit.name, unit.block, unit.specs, 8, row)
         for unit in space.units(prepared_for(space, source, tmp_path))
     ]
     skeleton = Skeleton(open_checkpoint(str(source)), torch.float32, CPU)
@@ -306,8 +320,9 @@ def test_streams_have_the_divergence_of_the_whole_model(tiny_model, tmp_path, ro
     ids = torch.randint(60, (4, 12), generator=torch.Generator().manual_seed(3))
     noisy = Noisy(skeleton)
     with torch.no_grad():
-        *_, changes = unit_divergence.measure(skeleton, units, ids.split(2), ids.split(2), noisy, room)
-    found = changes.by_unit
+        *_, (of_usual, found) = unit_divergence.measure(
+            skeleton, units, ids.split(2), ids.split(2), noisy, room
+        )
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
 
     def predictions() -> torch.Tensor:
@@ -325,19 +340,19 @@ def test_streams_have_the_divergence_of_the_whole_model(tiny_model, tmp_path, ro
             originals[module] = module.weight.data
             if not leaf.endswith("down_proj"):
                 module.weight.data = noisy.noisy(module.weight.data, int(index))
-    assert changes.usual.mean == pytest.approx(divergence(original), rel=1e-3) and changes.usual.mean > 0
+    assert of_usual["mean"] == pytest.approx(divergence(original), rel=1e-3) and of_usual["mean"] > 0
     replaced = predictions()
     assert len(found) == len(units)
     for unit in units[::3]:
         own = {}
-        for linear in unit.rows:
+        for linear in unit.specs:
             module = model.get_submodule(linear.name)
             own[module] = module.weight.data
             module.weight.data = noisy.values(unit, measured(unit), originals[module])
         naive = divergence(replaced)
         for module, weight in own.items():
             module.weight.data = weight
-        mean, stderr = found[unit.name].mean, found[unit.name].stderr
+        mean, stderr = found[unit.name]["mean"], found[unit.name]["stderr"]
         assert mean == pytest.approx(naive, rel=1e-3, abs=1e-7) and naive > 0 and stderr > 0
 
 
@@ -362,12 +377,12 @@ def test_candidates_are_solved_behind_the_transform_of_the_job(tiny_model, tmp_p
     skeleton.load_rest()
     skeleton.load_block(0)
     before = {name: part.clone() for name, part in skeleton.blocks[0].named_parameters()}
-    solving = Solving(prepared, space, units, None, tmp_path)
+    solving = Solving(SimpleNamespace(job=prepared, space=space, units=units), None, tmp_path)
     entering = [skeleton.embed(ids) for ids in prepared.batches]
     with torch.no_grad():
         found = solving.usual(0, entering)["self_attn.q_proj"]
         assert solving.measured(unit, entering).keys() == {"self_attn.q_proj"}
-    assert solving.errors[unit.name].solved.keys() == {measured(unit).name, stored.name}
+    assert solving.errors[unit.name]["solved"].keys() == {measured(unit).name, stored.name}
     for name, part in skeleton.blocks[0].named_parameters():
         assert torch.equal(part, before[name]), name
     bits, group_size = map(int, stored.name.split(","))
@@ -398,7 +413,7 @@ def test_an_embedding_is_replaced_where_it_is_read_and_where_it_predicts(tiny_mo
     candidate = next(one for one in unit.candidates if one.name == "Q4_0")
     with torch.no_grad():
         errors = outside.solve(unit, candidate)
-    assert 0 < errors.solved["Q4_0"] <= errors.nearest["Q4_0"] < errors.nearest["Q8_0"] * 1e4
+    assert 0 < errors["solved"]["Q4_0"] <= errors["nearest"]["Q4_0"] < errors["nearest"]["Q8_0"] * 1e4
     own = skeleton.model.get_input_embeddings().weight
     with outside.replaced(unit):
         inside = skeleton.model.get_input_embeddings().weight

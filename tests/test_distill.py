@@ -217,7 +217,7 @@ def dense(folder: Path) -> torch.nn.Module:
 
 def test_the_divergence_that_decides_is_that_of_the_whole_models(workplace, reference):
     checked = job.prepare(request(workplace, workplace / "unused"), jobs.Listener())
-    ids = torch.cat(checked.text.held_out)
+    ids = torch.cat(checked.training.held_out)
     assert reference["sequences"] == {"train": 28, "held_out": 4} and ids.shape == (4, 32)
     with torch.no_grad():
         teacher, *students = (
@@ -254,8 +254,8 @@ def test_only_floats_have_changed(workplace, reference):
 def test_the_same_job_has_the_same_bytes_with_codes_read_again(workplace, reference, tmp_path):
     """Two runs; the other one reads every block's codes from the disk whenever it runs it."""
     checked = job.prepare(request(workplace, tmp_path / "reference"), jobs.Listener())
-    assert checked.memory.hold
-    replace(checked, memory=replace(checked.memory, hold=False)).run(jobs.Listener())
+    assert checked.memory["hold"]
+    replace(checked, memory=checked.memory | {"hold": False}).run(jobs.Listener())
     assert jobs.contents(tmp_path / "reference") == jobs.contents(workplace / "reference")
 
 

@@ -110,7 +110,7 @@ def test_an_engine_has_rows_of_its_own(short_demo, nf4, quantkit, text):
     page = markdown(made)
     assert "from decode" in page
     assert f"nf4 in transformers: transformers {transformers.__version__}, bitsandbytes Linear4bit" in page
-    verdicts = judge([Gate("", "kld", "kld.mean", "<=", 1e-6)], made["models"])
+    verdicts = judge([Gate("", "kld.mean", "<=", 1e-6)], made["models"])
     with pytest.raises(QuantkitError, match="KL divergence of .*nf4 in transformers is"):
         refuse_failed(made | {"gates": verdicts})
 

@@ -32,10 +32,8 @@ NO_FLOOR = ALL - {"floor"}
 HELDOUT = Path(__file__).parents[1] / "heldout" / "heldout.txt"
 
 
-def measure(
-    folders: list, windows: windows_of.Windows, dtype=torch.float32, chosen=NO_FLOOR
-) -> list[evaluate.Result]:
-    return evaluation(folders, windows, dtype, chosen).results
+def measure(folders: list, windows: windows_of.Windows, dtype=torch.float32, chosen=NO_FLOOR) -> list[dict]:
+    return evaluation(folders, windows, dtype, chosen)["models"]
 
 
 def evaluation(folders: list, windows: windows_of.Windows, dtype=torch.float32, chosen=ALL, trials=()):
@@ -99,21 +97,23 @@ def test_a_trained_model_and_a_worse_copy(demo_model, tmp_path):
     targets = torch.cat([torch.tensor(ids[start + 1 : start + 128]) for start in (0, 128, 256)])
     for result, log in zip(results, logs, strict=True):
         losses = -log[torch.arange(len(targets)), targets]
-        found = result.metrics
-        assert found.nll.value == pytest.approx(losses.mean().item(), abs=1e-4)
+        found = result["metrics"]
+        assert found["nll"]["value"] == pytest.approx(losses.mean().item(), abs=1e-4)
         stderr = losses.std(correction=1).item() / math.sqrt(len(losses))
-        assert found.nll.stderr == pytest.approx(stderr, abs=1e-4)
-        assert found.ppl.value == math.exp(found.nll.value)
-        assert found.ppl.stderr == found.ppl.value * found.nll.stderr
-    of_base, of_copy = (result.metrics for result in results)
-    assert (of_base.kld, of_base.dppl, of_base.top1) == (None, None, None)
-    assert of_base.nll.value < of_copy.nll.value < 5  # trained: an untrained one has log(4096) = 8.3
-    kld = (logs[0].exp() * (logs[0] - logs[1])).sum(1)
-    assert of_copy.kld.mean == pytest.approx(kld.mean().item(), abs=1e-5) and of_copy.kld.mean > 0.01
-    assert of_copy.kld.max == pytest.approx(kld.max().item(), rel=1e-3)
-    assert of_copy.kld.median == pytest.approx(np.median(kld.numpy()), rel=1e-3)
-    assert of_copy.kld.p99 == pytest.approx(np.percentile(kld.numpy(), 99), rel=1e-3)
-    assert of_copy.top1 == (logs[0].argmax(1) == logs[1].argmax(1)).double().mean().item() < 1
+        assert found["nll"]["stderr"] == pytest.approx(stderr, abs=1e-4)
+        assert found["ppl"]["value"] == math.exp(found["nll"]["value"])
+        assert found["ppl"]["stderr"] == found["ppl"]["value"] * found["nll"]["stderr"]
+    of_base, of_copy = (result["metrics"] for result in results)
+    assert of_base["kld"] is of_base["dppl"] is of_base["top1"] is None
+    assert (
+        of_base["nll"]["value"] < of_copy["nll"]["value"] < 5
+    )  # trained: an untrained one has log(4096) = 8.3
+    found, kld = of_copy["kld"], (logs[0].exp() * (logs[0] - logs[1])).sum(1)
+    assert found["mean"] == pytest.approx(kld.mean().item(), abs=1e-5) and found["mean"] > 0.01
+    assert found["max"] == pytest.approx(kld.max().item(), rel=1e-3)
+    assert found["median"] == pytest.approx(np.median(kld.numpy()), rel=1e-3)
+    assert found["p99"] == pytest.approx(np.percentile(kld.numpy(), 99), rel=1e-3)
+    assert of_copy["top1"] == (logs[0].argmax(1) == logs[1].argmax(1)).double().mean().item() < 1
 
 
 @pytest.mark.parametrize("bos", [False, True])
@@ -139,7 +139,7 @@ def test_windows_are_a_literal_sliding_window(tiny_model, text, bos, ctx, stride
     assert windows.protocol.tokens == len(scored)
     if step < ctx:  # without overlap or BOS, nothing predicts a window's first token
         assert scored == list(range(not bos, scored[-1] + 1)) and scored[-1] >= len(ids) - step
-    nll = measure([folder], windows)[0].metrics.nll.value
+    nll = measure([folder], windows)[0]["metrics"]["nll"]["value"]
     assert nll == pytest.approx(sum(losses) / len(losses), abs=1e-4)
 
 
@@ -153,9 +153,9 @@ def test_long_windows_are_measured_in_chunks(tiny_model, text, monkeypatch):
     monkeypatch.setattr(evaluate, "BATCH_TOKENS", 3 * 64)
     pieces = measure([folder, other], windows)
     for one, two in zip(whole, pieces, strict=True):
-        assert two.metrics.nll.value == pytest.approx(one.metrics.nll.value, abs=1e-6)
-    apart, together = pieces[1].metrics.kld, whole[1].metrics.kld
-    assert apart.mean == pytest.approx(together.mean, abs=1e-6) and together.mean > 0
+        assert two["metrics"]["nll"]["value"] == pytest.approx(one["metrics"]["nll"]["value"], abs=1e-6)
+    apart, together = (found[1]["metrics"]["kld"]["mean"] for found in (pieces, whole))
+    assert apart == pytest.approx(together, abs=1e-6) and together > 0
 
 
 def test_several_models_are_compared_to_the_first(tiny_model, text):
@@ -164,18 +164,21 @@ def test_several_models_are_compared_to_the_first(tiny_model, text):
     shutil.copytree(base, copy := base.with_name("copy"))
     windows = windows_of.load(open_checkpoint(str(base)), text, 64, None, 300)
     results = measure([base, near, copy, far], windows)
-    assert [Path(result.source).name for result in results] == ["llama", "0.1", "copy", "0.5"]
-    of_base, of_near, of_copy, of_far = (result.metrics for result in results)
-    assert of_base.kld is None and (of_copy.kld.mean, of_copy.kld.max, of_copy.top1) == (0, 0, 1)
-    assert of_copy.nll == of_base.nll and of_copy.dppl == metrics.Increase(0, 0, 0, 0)
-    assert 0 < of_near.kld.mean < of_far.kld.mean and 1 > of_near.top1 > of_far.top1
-    alone = measure([far], windows)[0].metrics
-    assert alone.kld is None
-    assert_sums(alone.nll, of_far.nll)
-    reverse = measure([far, base], windows)[1].metrics
-    assert reverse.kld.mean != of_far.kld.mean
-    assert_sums(reverse.nll, of_base.nll)
-    assert_sums((-reverse.dppl.value, reverse.dppl.stderr), (of_far.dppl.value, of_far.dppl.stderr), 1e-5)
+    assert [Path(result["source"]).name for result in results] == ["llama", "0.1", "copy", "0.5"]
+    of_base, of_near, of_copy, of_far = (result["metrics"] for result in results)
+    assert of_base["kld"] is None and of_copy["top1"] == 1
+    assert of_copy["kld"] == dict.fromkeys(("mean", "stderr", "median", "p99", "max"), 0)
+    assert of_copy["nll"] == of_base["nll"]
+    assert of_copy["dppl"] == dict.fromkeys(("value", "stderr", "relative", "relative_stderr"), 0)
+    assert 0 < of_near["kld"]["mean"] < of_far["kld"]["mean"] and 1 > of_near["top1"] > of_far["top1"]
+    alone = measure([far], windows)[0]["metrics"]
+    assert alone["kld"] is None
+    assert_sums(alone["nll"], of_far["nll"])
+    reverse = measure([far, base], windows)[1]["metrics"]
+    assert reverse["kld"]["mean"] != of_far["kld"]["mean"]
+    assert_sums(reverse["nll"], of_base["nll"])
+    back, forth = reverse["dppl"], of_far["dppl"]
+    assert_sums((-back["value"], back["stderr"]), (forth["value"], forth["stderr"]), 1e-5)
 
 
 @pytest.mark.parametrize("options", ["--bits 3 --no-sym --act-order full --exclude q_proj"])
@@ -192,30 +195,29 @@ def test_a_quantized_folder_measures_like_its_dense_decode(tiny_model, text, opt
     save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
     windows = windows_of.load(open_checkpoint(str(base)), text, 64, None, 300)
     of_base, of_packed, of_dense = measure([base, packed, dense], windows)
-    assert_sums(of_packed.metrics, of_dense.metrics, 1e-5)
-    assert of_packed.metrics.kld.mean > 0
-    assert (
-        of_packed.size.bits_per_weight < 32 == of_dense.size.bits_per_weight == of_base.size.bits_per_weight
-    )
+    assert_sums(of_packed["metrics"], of_dense["metrics"], 1e-5)
+    assert of_packed["metrics"]["kld"]["mean"] > 0
+    bits = [result["size"]["bits_per_weight"] for result in (of_packed, of_dense, of_base)]
+    assert bits[0] < 32 == bits[1] == bits[2]
     stored = load_file(packed / "model.safetensors")
-    assert of_packed.size.weight_bytes == sum(tensor.nbytes for tensor in stored.values())
-    assert of_dense.size.bits_per_quantized_weight is None
+    assert of_packed["size"]["weight_bytes"] == sum(tensor.nbytes for tensor in stored.values())
+    assert of_dense["size"]["bits_per_quantized_weight"] is None
     kinds = ("qweight", "qzeros", "scales", "g_idx")
     packed_bytes = sum(tensor.nbytes for name, tensor in stored.items() if name.endswith(kinds))
     linears = [name.removesuffix(".qweight") for name in stored if name.endswith(".qweight")]
     weights = sum(tensors[f"{name}.weight"].numel() for name in linears)
-    assert of_packed.size.bits_per_quantized_weight == 8 * packed_bytes / weights
+    assert of_packed["size"]["bits_per_quantized_weight"] == 8 * packed_bytes / weights
 
 
 def test_sixteen_bit_passes_are_the_models_own(tiny_model, text):
     folder = tiny_model("llama", tokenizer=True)
     windows = windows_of.load(open_checkpoint(str(folder)), text, 64, None, 128)
-    half = measure([folder], windows, torch.bfloat16)[0].metrics.nll.value
+    half = measure([folder], windows, torch.bfloat16)[0]["metrics"]["nll"]["value"]
     with torch.no_grad():
         logs = log_softmax(load(folder, torch.bfloat16)(windows.ids).logits[:, :-1].float(), -1)
     expected = -logs.gather(2, windows.ids[:, 1:, None]).double().mean().item()
     assert half == pytest.approx(expected, abs=1e-4)
-    assert half != measure([folder], windows)[0].metrics.nll.value
+    assert half != measure([folder], windows)[0]["metrics"]["nll"]["value"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -227,8 +229,9 @@ def test_the_noise_floor_is_the_base_in_the_other_precision(tiny_model, text, mo
     monkeypatch.setattr(evaluate, "BATCH_TOKENS", 64)
     windows = windows_of.load(open_checkpoint(str(base)), text, 32, 24, 400)
     found = evaluation([base, copy], windows, dtype)
+    floor = found["noise_floor"]
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
-    assert found.floor.dtype == other and found.floor.tokens == 31 + 3 * 24
+    assert str(other) == f"torch.{floor['dtype']}" and floor["tokens"] == 31 + 3 * 24
     logs = {
         kind: log_softmax(load(base, kind)(windows.ids[:4]).logits[:, :-1].float(), -1).double()
         for kind in (dtype, other)
@@ -236,24 +239,24 @@ def test_the_noise_floor_is_the_base_in_the_other_precision(tiny_model, text, mo
     scored = torch.ones(4, 31, dtype=torch.bool)
     scored[1:, :7] = False
     kld = (logs[dtype].exp() * (logs[dtype] - logs[other])).sum(2)[scored]
-    assert found.floor.metrics.kld.mean == pytest.approx(kld.mean().item(), rel=0.02)
-    assert 0 < found.floor.metrics.kld.mean < 1e-3 and found.results[1].metrics.kld.mean == 0
+    assert floor["metrics"]["kld"]["mean"] == pytest.approx(kld.mean().item(), rel=0.02)
+    assert 0 < floor["metrics"]["kld"]["mean"] < 1e-3 and found["models"][1]["metrics"]["kld"]["mean"] == 0
     same = (logs[dtype].argmax(2) == logs[other].argmax(2))[scored]
-    assert found.floor.metrics.top1 == pytest.approx(same.double().mean().item(), abs=0.011)
-    assert evaluation([base], windows, dtype).floor is None  # nothing to compare with it
-    assert evaluation([base, copy], windows, dtype, NO_FLOOR).floor is None
+    assert floor["metrics"]["top1"] == pytest.approx(same.double().mean().item(), abs=0.011)
+    assert evaluation([base], windows, dtype)["noise_floor"] is None  # nothing to compare with it
+    assert evaluation([base, copy], windows, dtype, NO_FLOOR)["noise_floor"] is None
 
 
 def test_only_what_is_chosen_is_measured(tiny_model, text):
     base = tiny_model("llama", tokenizer=True)
     other = perturbed(base, base.with_name("other"))
     windows = windows_of.load(open_checkpoint(str(base)), text, 32, None, 200)
-    whole = measure([base, other], windows)[1].metrics
+    whole = measure([base, other], windows)[1]["metrics"]
     for chosen in ({"ppl"}, {"dppl"}, {"kld"}, {"top1"}):
-        found = measure([base, other], windows, chosen=frozenset(chosen))[1].metrics
-        assert (found.nll, found.ppl) == (whole.nll, whole.ppl)
+        found = measure([base, other], windows, chosen=frozenset(chosen))[1]["metrics"]
+        assert (found["nll"], found["ppl"]) == (whole["nll"], whole["ppl"])
         for name in ("dppl", "kld", "top1"):
-            assert getattr(found, name) == (getattr(whole, name) if name in chosen else None)
+            assert found.get(name) == (whole[name] if name in chosen else None)
 
 
 def test_a_trial_measures_like_what_it_would_write(tiny_model, text):
@@ -262,12 +265,12 @@ def test_a_trial_measures_like_what_it_would_write(tiny_model, text):
     done = CliRunner().invoke(cli.app, ["nf4", str(base), "-o", str(written), "--dtype", "float32"])
     assert done.exit_code == 0, done.exception
     windows = windows_of.load(open_checkpoint(str(base)), text, 32, None, 200)
-    found = evaluation([base, written], windows, chosen=NO_FLOOR, trials=["nf4"]).results
-    assert found[2].source == f"{base} as nf4"
-    assert found[2].metrics == found[1].metrics
-    planned, stored = found[2].size, found[1].size  # the JSON inside a tensor has a digit more or less
-    assert planned.weight_bytes == pytest.approx(stored.weight_bytes, rel=1e-4)
-    planned, stored = planned.bits_per_quantized_weight, stored.bits_per_quantized_weight
+    found = evaluation([base, written], windows, chosen=NO_FLOOR, trials=["nf4"])["models"]
+    assert found[2]["source"] == f"{base} as nf4"
+    assert found[2]["metrics"] == found[1]["metrics"]
+    planned, stored = found[2]["size"], found[1]["size"]  # the JSON inside a tensor has a digit more or less
+    assert planned["weight_bytes"] == pytest.approx(stored["weight_bytes"], rel=1e-4)
+    planned, stored = (size["bits_per_quantized_weight"] for size in (planned, stored))
     assert planned == pytest.approx(stored, rel=1e-3) and stored < 7
 
 
@@ -276,9 +279,12 @@ def test_a_gguf_file_is_measured_beside_its_source(demo_model, tmp_path):
     words = f"gguf {demo_model} -t Q8_0 --solver rtn --imatrix none -o {path} -q --json"
     assert CliRunner().invoke(cli.app, words.split()).exit_code == 0
     windows = windows_of.load(open_checkpoint(str(demo_model)), HELDOUT, 128, None, 256)
-    found = evaluation([demo_model, path], windows, chosen=NO_FLOOR).results[1]
-    assert 0 < found.metrics.kld.mean < 0.001
-    assert found.size.bits_per_quantized_weight == 8.5 and found.size.disk_bytes == path.stat().st_size
+    found = evaluation([demo_model, path], windows, chosen=NO_FLOOR)["models"][1]
+    assert 0 < found["metrics"]["kld"]["mean"] < 0.001
+    assert (
+        found["size"]["bits_per_quantized_weight"] == 8.5
+        and found["size"]["disk_bytes"] == path.stat().st_size
+    )
 
 
 # ---- the record

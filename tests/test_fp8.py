@@ -14,8 +14,8 @@ from quantkit import layouts
 from quantkit.capacity import quantized
 from quantkit.distillation.student import refuse_unlike
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
-from quantkit.evaluation.stream import StreamedModel
-from quantkit.evaluation.trial import Trial, data_free
+from quantkit.evaluation.settings import data_free
+from quantkit.evaluation.stream import StreamedModel, Trial
 from quantkit.grids.float8 import FLOAT8, Float8Grid, MxFp8Grid, from_float8, nearest, to_float8
 from quantkit.inspection import record
 from quantkit.layouts import LinearSpec

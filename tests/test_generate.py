@@ -15,7 +15,7 @@ import torch
 import transformers
 from nights import nightly
 
-from quantkit.evaluation import generate, whole_model
+from quantkit.evaluation import generate, sampling
 from quantkit.evaluation.settings import GenerateSettings
 from quantkit.models.files.open import open_checkpoint
 
@@ -44,9 +44,9 @@ def theirs(folder, tokens: int, text: str = PROMPT, **options) -> list[int]:
 def test_the_text_is_transformers_own(tiny_model, family):
     folder = tiny_model(family, tokenizer="bos")
     found = made(folder, tokens=24)
-    assert found.ids == theirs(folder, 24)
-    assert found.text == transformers.AutoTokenizer.from_pretrained(folder).decode(
-        found.ids, skip_special_tokens=True
+    assert found["ids"] == theirs(folder, 24)
+    assert found["text"] == transformers.AutoTokenizer.from_pretrained(folder).decode(
+        found["ids"], skip_special_tokens=True
     )
 
 
@@ -56,11 +56,11 @@ def test_probabilities_are_those_of_a_forward_pass(tiny_model):
     found = made(folder, tokens=12)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompt = transformers.AutoTokenizer.from_pretrained(folder)(PROMPT)["input_ids"]
-    assert found.prompt_tokens == len(prompt)
+    assert found["prompt_tokens"] == len(prompt)
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + found.ids])).logits[0, len(prompt) - 1 : -1]
-    expected = logits.softmax(-1).gather(1, torch.tensor(found.ids)[:, None])[:, 0]
-    assert torch.allclose(torch.tensor(found.probabilities), expected, rtol=1e-4)
+        logits = model(torch.tensor([prompt + found["ids"]])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.softmax(-1).gather(1, torch.tensor(found["ids"])[:, None])[:, 0]
+    assert torch.allclose(torch.tensor(found["probabilities"]), expected, rtol=1e-4)
 
 
 def test_of_packed_weights_it_is_that_of_the_decoded_ones(tiny_model, tmp_path):
@@ -73,7 +73,7 @@ def test_of_packed_weights_it_is_that_of_the_decoded_ones(tiny_model, tmp_path):
     model.load_state_dict(state)
     model.save_pretrained(tmp_path / "decoded")
     families.save_tokenizer(tmp_path / "decoded", bos=True)
-    ids = made(tmp_path / "packed", tokens=24).ids
+    ids = made(tmp_path / "packed", tokens=24)["ids"]
     assert ids == theirs(tmp_path / "decoded", 24) != theirs(source, 24)
 
 
@@ -85,7 +85,7 @@ def test_int8_rounds_its_activations(tiny_model, tmp_path):
     found = made(tmp_path / "int8", tokens=8)
     ids = torch.tensor([checkpoint.tokenizer(PROMPT)["input_ids"]])
     expected = blocks.logits(tmp_path / "int8", ids)[-1].softmax(-1)
-    assert found.ids[0] == expected.argmax() and found.probabilities[0] == pytest.approx(
+    assert found["ids"][0] == expected.argmax() and found["probabilities"][0] == pytest.approx(
         expected.max().item(), rel=1e-4
     )
 
@@ -96,8 +96,8 @@ def test_texts_end_where_the_checkpoint_says(tiny_model):
     end = next(token for token in ids if token != ids[0])
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, 1]}))
     found = made(folder, tokens=24)
-    assert found.ids == ids[: ids.index(end) + 1] and found.stop == "end"
-    assert made(folder, tokens=ids.index(end)).stop == "length"
+    assert found["ids"] == ids[: ids.index(end) + 1] and found["stop"] == "end"
+    assert made(folder, tokens=ids.index(end))["stop"] == "length"
 
 
 def test_sampling_is_seeded_and_bare(tiny_model):
@@ -105,9 +105,9 @@ def test_sampling_is_seeded_and_bare(tiny_model):
     folder = tiny_model("llama", tokenizer="bos")
     first = made(folder, tokens=16, temperature=1.0, seed=3)
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_k": 1}))
-    assert made(folder, tokens=16, temperature=1.0, seed=3).ids == first.ids
-    assert made(folder, tokens=16, temperature=1.0, seed=4).ids != first.ids
-    assert made(folder, tokens=16, temperature=1e-4).ids == made(folder, tokens=16).ids
+    assert made(folder, tokens=16, temperature=1.0, seed=3)["ids"] == first["ids"]
+    assert made(folder, tokens=16, temperature=1.0, seed=4)["ids"] != first["ids"]
+    assert made(folder, tokens=16, temperature=1e-4)["ids"] == made(folder, tokens=16)["ids"]
 
 
 def test_top_k_and_top_p_leave_the_likeliest(tiny_model):
@@ -115,7 +115,7 @@ def test_top_k_and_top_p_leave_the_likeliest(tiny_model):
 
     def ids(**settings):
         asked = GenerateSettings(12, prompt=PROMPT, **settings)
-        return generate.continue_prompt(checkpoint, asked, torch.float32, torch.device("cpu")).ids
+        return generate.continue_prompt(checkpoint, asked, torch.float32, torch.device("cpu"))["ids"]
 
     greedy = ids()
     assert ids(temperature=5.0) != greedy
@@ -132,25 +132,25 @@ def test_the_parting_is_the_first_token_that_differs(tiny_model):
     jobs.rewrite(other, lambda name, tensor: state[name])
     first = made(folder, tokens=32)
     found = made(other, first, tokens=32)
-    parting = found.parting
-    assert parting and 0 < parting.index < 32, "choose other noise"
-    assert found.ids[: parting.index] == first.ids[: parting.index]
-    assert found.ids[parting.index] != first.ids[parting.index]
+    parting = found["parting"]
+    assert parting and 0 < parting["index"] < 32, "choose other noise"
+    assert found["ids"][: parting["index"]] == first["ids"][: parting["index"]]
+    assert found["ids"][parting["index"]] != first["ids"][parting["index"]]
     prompt = transformers.AutoTokenizer.from_pretrained(folder)(PROMPT)["input_ids"]
-    rows = []
+    rows, equal = [], torch.tensor([prompt + first["ids"][: parting["index"]]])
     for path in (folder, other):
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         with torch.no_grad():
-            rows.append(model(torch.tensor([prompt + first.ids[: parting.index]])).logits[0, -1].softmax(-1))
-    mine, theirs_ = found.ids[parting.index], first.ids[parting.index]
+            rows.append(model(equal).logits[0, -1].softmax(-1))
+    mine, theirs_ = found["ids"][parting["index"]], first["ids"][parting["index"]]
     expected = rows[1][mine], rows[1][theirs_], rows[0][theirs_]
-    told = parting.probability, parting.probability_of_expected, parting.probability_there
+    told = parting["probability"], parting["probability_of_expected"], parting["probability_there"]
     assert torch.allclose(torch.tensor(told), torch.stack(expected), rtol=1e-4)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert (parting.token, parting.expected) == (tokenizer.decode([mine]), tokenizer.decode([theirs_]))
-    before = tokenizer.decode(found.ids[: parting.index], skip_special_tokens=True)
-    assert found.text[: parting.start] == before.rstrip("\ufffd")
-    assert made(folder, first, tokens=32).parting is None
+    assert (parting["token"], parting["expected"]) == (tokenizer.decode([mine]), tokenizer.decode([theirs_]))
+    before = tokenizer.decode(found["ids"][: parting["index"]], skip_special_tokens=True)
+    assert found["text"][: parting["start"]] == before.rstrip("\ufffd")
+    assert made(folder, first, tokens=32)["parting"] is None
 
 
 def test_characters_of_several_tokens_are_marked_whole(demo_model):
@@ -159,20 +159,20 @@ def test_characters_of_several_tokens_are_marked_whole(demo_model):
 
     def continuation(text: str) -> generate.Continuation:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return generate.Continuation("x", 1, ids, text, [0.5] * len(ids), "length", 0.0, 0.0)
+        return {"ids": ids, "text": text, "probabilities": [0.5] * len(ids)}
 
     first, other = continuation("ab \uc0db c"), continuation("ab \uc0dc c")
-    parting = generate.parting(tokenizer, other, first, [0.5] * len(first.ids))
-    assert other.text[parting.start : parting.end] == "\uc0dc"
+    parting = generate.parting(tokenizer, other, first, [0.5] * len(first["ids"]))
+    assert other["text"][parting["start"] : parting["end"]] == "\uc0dc"
 
 
 def test_memory_is_counted_before_it_is_used(tiny_model, monkeypatch, refuse):
     folder = tiny_model("llama", tokenizer="bos")
     parameters = sum(tensor.numel() for tensor in jobs.tensors(folder).values())
-    monkeypatch.setattr(whole_model, "free_memory", lambda device: 4 * parameters)
+    monkeypatch.setattr(sampling, "free_memory", lambda device: 4 * parameters)
     error, hint = refuse(5, "generate", folder, "-p", "x")
     assert "of memory in float32" in error and "quantkit eval" in hint
-    monkeypatch.setattr(whole_model, "free_memory", lambda device: 10 * parameters)
+    monkeypatch.setattr(sampling, "free_memory", lambda device: 10 * parameters)
     made(folder, tokens=4)
 
 
@@ -182,7 +182,7 @@ def test_memory_is_counted_before_it_is_used(tiny_model, monkeypatch, refuse):
 def test_one_model_prints_prompt_and_text(tiny_model, quantkit):
     folder = tiny_model("llama", tokenizer="bos")
     done = quantkit("generate", folder, "-p", PROMPT, "-n", 8, "-q")
-    assert done == (0, PROMPT + made(folder, tokens=8).text + "\n", "")
+    assert done == (0, PROMPT + made(folder, tokens=8)["text"] + "\n", "")
     done = quantkit("generate", folder, "-p", PROMPT, "-n", 8)
     assert "8 tokens in" in done.err and "float32 on cpu, stopped by -n" in done.err
 

@@ -10,7 +10,7 @@ import quantkit
 from quantkit.auto import job as search
 from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.evaluation.trial import Trial
+from quantkit.evaluation.stream import Trial
 from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, methods
@@ -138,7 +138,7 @@ def test_a_search_keeps_the_linear_and_its_recipe_leaves_it_out(model, few_token
     listener = jobs.Listener()
     found = search.prepare(AutoRequest(str(model(ODD)), AutoOptions(bpw=4.5), typed), listener, dry_run=True)
     assert listener.warnings[0] == KEPT
-    assert {row.name for unit in found.units for row in unit.rows} == sizes(found.job).keys() - {DOWN}
+    assert {row.name for unit in found.units for row in unit.specs} == sizes(found.job).keys() - {DOWN}
     request = found.job_of(found.recipe(found.presets[0].values, ""), Path("out"))
     assert request.run.exclude == (r"^model\.layers\.0\.mlp\.down_proj$",)
     made = job.prepare(request, jobs.Listener(), dry_run=True)

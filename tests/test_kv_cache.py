@@ -9,8 +9,7 @@ import transformers as hf
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
-from quantkit.evaluation import kv_rounding
-from quantkit.evaluation.kv_rounding import sylvester
+from quantkit.evaluation.kv_cache import rounding_of, sylvester
 from quantkit.evaluation.stream import StreamedModel
 from quantkit.models import kv_types
 from quantkit.models.files.open import open_checkpoint
@@ -38,7 +37,7 @@ def test_attention_reads_what_is_rounded(tiny_model, family, name):
     """transformers with a cache that rounds, all tokens at once, against the streamed model."""
     wide = {"head_dim": 32} if family in ("llama", "gemma2") else {"num_attention_heads": 2}
     folder = tiny_model(family, **wide)
-    rounding = kv_rounding.named(name)
+    rounding = rounding_of(name)
 
     class Rounded(hf.DynamicCache):
         def update(self, keys, values, *args, **kwargs):
@@ -53,13 +52,13 @@ def test_attention_reads_what_is_rounded(tiny_model, family, name):
     found = own.skeleton.logits(states(own, ids)[0]).log_softmax(-1)
     assert (found - expected).abs().max() < 1e-5
     assert (plain - expected).abs().max() > (found - expected).abs().max()
-    assert own.kv.layers == own.kv.blocks == 3
+    assert own.kv["layers"] == own.kv["blocks"] == 3
 
 
 def test_what_llama_cpp_rounds_is_rotated_where_heads_are_whole_64s():
     for width, turns in ((32, (None, None)), (64, (64, 64)), (192, (64, 64)), (256, (256, 64))):
         x = some(1, 2, 5, width)
-        both = kv_rounding.named("q8_0")
+        both = rounding_of("q8_0")
         for rounded, size in zip((both.keys, both.values), turns, strict=True):
             turn = sylvester(size, CPU) if size else torch.eye(width)
             turned = (x.unflatten(-1, (-1, len(turn))) @ turn).reshape(-1, 32)
@@ -77,7 +76,7 @@ def test_a_hadamard_matrix_turns_back():
 
 def test_fp8_is_cut_off_at_its_largest_value():
     x = torch.tensor([0.0, 1.06, -3.0, 460.0, -1e6]).view(1, 1, 1, 5)
-    assert kv_rounding.named("fp8").keys(x).flatten().tolist() == [0.0, 1.0, -3.0, 448.0, -448.0]
+    assert rounding_of("fp8").keys(x).flatten().tolist() == [0.0, 1.0, -3.0, 448.0, -448.0]
 
 
 def test_bits_of_a_value_with_its_scales():
@@ -91,7 +90,7 @@ def test_bits_of_a_value_with_its_scales():
 @pytest.mark.parametrize(("name", "width"), [("q4_0", 48), ("q8_0", 24)])
 def test_heads_that_the_engine_refuses(name, width):
     with pytest.raises(QuantkitError, match="not a multiple"):
-        kv_rounding.named(name).keys(some(1, 1, 5, width))
+        rounding_of(name).keys(some(1, 1, 5, width))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +102,7 @@ def test_blocks_without_keys_and_values_are_counted(tmp_path, family, layers):
     exact, model = streamed(folder), streamed(folder, "fp8")
     before, after = states(exact, IDS[:, :16]), states(model, IDS[:, :16])
     assert not torch.equal(before, after)
-    assert (model.kv.layers, model.kv.blocks) == (layers, len(model.skeleton.blocks))
+    assert (model.kv["layers"], model.kv["blocks"]) == (layers, len(model.skeleton.blocks))
 
 
 def test_a_model_without_a_cache_is_refused(tmp_path):
@@ -141,4 +140,4 @@ def test_an_unknown_type_is_refused_before_anything_is_loaded(quantkit, tmp_path
 
 def test_caches_of_transformers_are_not_measured():
     with pytest.raises(QuantkitError, match="caches of transformers are not measured"):
-        kv_rounding.named("int4")
+        rounding_of("int4")

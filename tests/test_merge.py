@@ -8,7 +8,7 @@ import pytest
 import records
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
-from quantkit.evaluation.comparison import merge
+from quantkit.evaluation.comparison.record import merge, read
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ def refused(code: int, call, *arguments) -> str:
 
 def test_a_result_is_read_as_it_was_written(save):
     record = records.record()
-    name, found = merge.read(save(record))
+    name, found = read(save(record))
     assert found == record and name.endswith("result.json")
-    assert merge.merge([(name, found)]) == record
+    assert merge([(name, found)]) == record
 
 
 PPL = "metrics", "ppl", "value"
@@ -54,7 +54,7 @@ def test_a_file_that_is_no_result_is_refused_with_the_place(save, path, value, p
     record = records.record()
     *outer, key = path
     reduce(getitem, outer, record["models"])[key] = value
-    message = refused(USAGE, merge.read, save(record))
+    message = refused(USAGE, read, save(record))
     assert "result.json is not a result of quantkit eval" in message and f"({place}: " in message
 
 
@@ -64,20 +64,20 @@ def test_a_file_that_is_no_result_is_refused_with_the_place(save, path, value, p
         ("", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ("[1, 2]", "not a result"),
-        ('{"schema": "quantkit.eval/3", "data": NaN}', "NaN"),
+        ('{"schema": "quantkit.eval/3", "data": NaN}', "not JSON"),
         ('{"schema": "quantkit.eval/3", "data": ' + "9" * 5000 + "}", "not JSON"),
     ],
 )
 def test_malformed_files(save, content, words):
-    assert words in refused(USAGE, merge.read, save(content))
+    assert words in refused(USAGE, read, save(content))
 
 
 def test_files_that_are_absent_binary_or_of_another_version(save, tmp_path):
-    assert "nowhere.json" in refused(NOT_FOUND, merge.read, tmp_path / "nowhere.json")
+    assert "nowhere.json" in refused(NOT_FOUND, read, tmp_path / "nowhere.json")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe{}")
-    assert "not UTF-8" in refused(USAGE, merge.read, tmp_path / "binary.json")
+    assert "not JSON" in refused(USAGE, read, tmp_path / "binary.json")
     old = save(records.record() | {"schema": "quantkit.eval/1"})
-    assert "is quantkit.eval/1, this quantkit reads quantkit.eval/3" in refused(UNSUPPORTED, merge.read, old)
+    assert "is quantkit.eval/1, this quantkit reads quantkit.eval/3" in refused(UNSUPPORTED, read, old)
 
 
 def test_two_results_become_one():
@@ -91,7 +91,7 @@ def test_two_results_become_one():
     two["env"] = {"quantkit": "9.9", "torch": "2.12", "gpu": "H200"}
     two["data"]["text"] = "the same text under another name"
     assert one["pareto"]["models"] == ["weak", "org/base"]
-    found = merge.merge([("a", one), ("b", two), ("a again", one)])
+    found = merge([("a", one), ("b", two), ("a again", one)])
     assert [model["source"] for model in found["models"]] == ["org/base", "weak", "strong"]
     assert found["pareto"]["models"] == ["strong", "org/base"] and "error" not in found
     assert found["gates"] == [gate] and found["noise_floor"] == one["noise_floor"]
@@ -112,20 +112,20 @@ def test_two_results_become_one():
 )
 def test_unlike_protocols_are_refused_naming_the_difference(key, value, words):
     other = records.record(**{key: value})
-    message = refused(UNSUPPORTED, merge.merge, [("a.json", records.record()), ("b.json", other)])
+    message = refused(UNSUPPORTED, merge, [("a.json", records.record()), ("b.json", other)])
     assert message == f"a.json and b.json were measured under different protocols: {words}"
 
 
 def test_unlike_first_models_are_refused_and_the_first_result_of_a_model_counts():
     one, two = records.record(), records.record()
     two["models"][1]["metrics"]["kld"]["mean"] *= 1.01
-    assert merge.merge([("a", one), ("b", two)]) == one
+    assert merge([("a", one), ("b", two)]) == one
     two["models"][0]["metrics"]["nll"]["value"] += 1e-2
-    message = refused(UNSUPPORTED, merge.merge, [("a", one), ("b", two)])
+    message = refused(UNSUPPORTED, merge, [("a", one), ("b", two)])
     assert message == "a and b were measured under different protocols: nll 3.0 and 3.01"
 
 
 def test_unlike_tasks_are_refused():
     one, two = records.record(), records.record()
     one["tasks"] = {"limit": 100, "lm_eval": "0.4.13"}
-    assert "tasks {'limit': 10… and None" in refused(UNSUPPORTED, merge.merge, [("one", one), ("two", two)])
+    assert "tasks {'limit': 10… and None" in refused(UNSUPPORTED, merge, [("one", one), ("two", two)])

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quantkit.errors import QuantkitError
-from quantkit.evaluation.comparison.merge import read as read_result
+from quantkit.evaluation.comparison.record import read as read_result
 from quantkit.models.files.safetensors_folder import read_header
 from quantkit.models.gguf import imatrix
 from quantkit.quantize.prepare import recipe

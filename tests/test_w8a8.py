@@ -187,7 +187,7 @@ def divergences(folders: list, text, **arguments) -> dict[str, float]:
     windows = windows_of.load(checkpoints[0], Path(text.calibration), 32, None, 512)
     chosen = frozenset({"kld"})
     found = evaluate.evaluate(checkpoints, windows, torch.float32, CPU, chosen=chosen, **arguments)
-    return {result.source: result.metrics.kld.mean for result in found.results[1:]}
+    return {model["source"]: model["metrics"]["kld"]["mean"] for model in found["models"][1:]}
 
 
 def test_smoothed_jobs_lose_less_where_channels_are_large(tiny_model, tmp_path, text):

@@ -4,10 +4,9 @@ A unit is one or several linears that an engine stores in the same way; a candid
 
 options.py      the command's flags
 engines.py      units and candidates of each engine: folders of integers, GGUF files of ggml's types
-units.py        the classes Unit, Candidate and Preset
+units.py        units and candidates; divergences of all candidates from the measured one
 unit_divergence.py  measures how each unit changes the KL divergence at the model's output
 solving.py      quantizes a unit with the job's solver; scaling.py applies the job's transform before
-curve.py        estimates the divergences of all candidates from the measured one
 allocation.py   the integer program that chooses a candidate for each unit
 sensitivities.py  the table of all measurements, saved for later searches
 results.py      makes outputs and measures them on held-out text

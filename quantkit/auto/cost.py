@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quantkit.auto.job import Auto
-from quantkit.auto.units import nbytes, usual
 from quantkit.capacity import duration, source, speed
 from quantkit.capacity import job as capacity_job
 from quantkit.capacity.question import Question
@@ -70,9 +69,7 @@ def _outside(auto: Auto) -> dict[str, int]:
 
 def note(auto: Auto) -> str | None:
     """Return a line if embedding and head take more of the output than all that is searched."""
-    outside, budget = outside_bytes(auto), auto.budget_bytes()
-    if budget is None:
-        budget = nbytes(auto.units, {unit.name: usual(unit).name for unit in auto.units})
+    outside, budget = outside_bytes(auto), auto.expected_bytes()
     if outside <= budget:
         return None
     head = "--head 8 quantizes the head; " if len(_outside(auto)) == 2 else ""

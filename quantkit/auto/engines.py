@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.auto.curve import Errors
 from quantkit.auto.scaling import exchanged
 from quantkit.auto.units import Candidate, Choice, Preset, Unit
 from quantkit.grids.ggml import TYPES, named
@@ -36,6 +35,7 @@ from quantkit.quantize.outputs.outside import TIED, solved_rows
 from quantkit.quantize.solvers import loss, rtn
 
 FP8 = ("bfloat16", "fp8")  # vLLM's caches
+Errors = dict[str, dict[str, float]]  # see `units.Row`
 EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 
 
@@ -102,10 +102,7 @@ class FolderSpace:
 
     def values(self, units: Sequence[Unit], choice: Choice) -> dict[str, Any]:
         """Return a choice's recipe by dotted keys: the most frequent candidate, and overrides for others."""
-        weights: Counter[str] = Counter()
-        for unit in units:
-            weights[choice[unit.name]] += unit.weights
-        common = max(sorted(weights), key=weights.__getitem__)
+        common = _most_frequent(units, choice)
         bits, group_size = map(int, common.split(","))
         overrides = tuple(
             f"{_pattern(unit)}={choice[unit.name]}" for unit in units if choice[unit.name] != common
@@ -115,13 +112,23 @@ class FolderSpace:
         return values | ({"run.override": overrides} if overrides else {})
 
 
+def _most_frequent(units: Sequence[Unit], choice: Choice) -> str:
+    """Return the candidate that most weights are stored in."""
+    weights: Counter[str] = Counter()
+    for unit in units:
+        weights[choice[unit.name]] += unit.weights
+    return max(sorted(weights), key=weights.__getitem__)
+
+
 def _sorted(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     return tuple(sorted(candidates, key=lambda candidate: candidate.nbytes))
 
 
 def _pattern(unit: Unit) -> str:
     """Return a regular expression that matches a unit's linears; for experts, of any number."""
-    names = sorted({re.sub(r"experts\\\.\d+", r"experts\\.\\d+", re.escape(spec.name)) for spec in unit.rows})
+    names = sorted(
+        {re.sub(r"experts\\\.\d+", r"experts\\.\\d+", re.escape(spec.name)) for spec in unit.specs}
+    )
     owners = {name.rpartition(".")[0] for name in names}
     if len(names) == 1:
         return f"^{names[0]}$"
@@ -170,11 +177,9 @@ class GgufSpace:
 
     def values(self, units: Sequence[Unit], choice: Choice) -> dict[str, Any]:
         """Return a choice's recipe by dotted keys: a type for each tensor, and a file type."""
-        weights: Counter[str] = Counter()
         equal: dict[tuple[str, str], list[str]] = {}
         blocks = {unit.block for unit in units} - {None}
         for unit in units:
-            weights[choice[unit.name]] += unit.weights
             block, _, leaf = unit.name.removeprefix("blk.").partition(".")
             key = (leaf, choice[unit.name]) if unit.block is not None else (unit.name, choice[unit.name])
             equal.setdefault(key, []).extend([block] if unit.block is not None else [])
@@ -183,7 +188,9 @@ class GgufSpace:
             places = r"\d+" if len(numbers) == len(blocks) else f"({'|'.join(numbers)})"
             prefix = rf"blk\.{places}\." if numbers else ""
             patterns.append(f"^{prefix}{re.escape(leaf)}$={kind}")
-        return {"quant.type": (_file_type(weights),), "quant.tensor_type": tuple(patterns)}
+        common = _bits(_most_frequent(units, choice))
+        nearest = min(FILE_TYPES, key=lambda name: abs(_bits(FILE_TYPES[name].base) - common))
+        return {"quant.type": (nearest,), "quant.tensor_type": tuple(patterns)}
 
 
 def _unscaled(job: Job) -> set[str]:
@@ -191,14 +198,9 @@ def _unscaled(job: Job) -> set[str]:
     return set() if architectures.of_config(job.checkpoint.text_config).name in SCALING else SCALED
 
 
-def _file_type(weights: Counter[str]) -> str:
-    """Return the file type whose base type is nearest in size to the most frequent type."""
-    common = max(sorted(weights), key=weights.__getitem__)
-
-    def bits(kind: str) -> float:
-        return 8 * BLOCKS[kind][1] / BLOCKS[kind][0]
-
-    return min(FILE_TYPES, key=lambda name: abs(bits(FILE_TYPES[name].base) - bits(common)))
+def _bits(kind: str) -> float:
+    """Return the bits per weight of a ggml type."""
+    return 8 * BLOCKS[kind][1] / BLOCKS[kind][0]
 
 
 def nearest(weight: Tensor, grid: Grid, hessian: Tensor) -> Tensor:
@@ -223,10 +225,11 @@ class GgufOutside:
             self._statistics = of_head(job.skeleton, self._batches)
         weight = target.read(job.skeleton.checkpoint).float()
         hessian = self._weighing(weight, head, target.name == EMBEDDING)
-        scale, errors = max(loss(weight, hessian), 1e-30), Errors()
+        scale = max(loss(weight, hessian), 1e-30)
+        errors: Errors = {"nearest": {}, "solved": {}}
         for candidate in unit.candidates:
             near = nearest(weight, named(candidate.name), hessian)
-            errors.nearest[candidate.name] = loss(near.sub_(weight), hessian) / scale
+            errors["nearest"][candidate.name] = loss(near.sub_(weight), hessian) / scale
         if head:
             material, grid, tied = job.material, named(chosen.name), target.name == EMBEDDING
             layout, solver = material.layout, job.method.solver
@@ -235,7 +238,7 @@ class GgufOutside:
         else:
             rows = encode_rows(chosen.name, weight, None)
         values = decode_rows(chosen.name, rows, weight.shape[1])
-        errors.solved[chosen.name] = loss(values - weight, hessian) / scale
+        errors["solved"][chosen.name] = loss(values - weight, hessian) / scale
         self._values[unit.name] = values.to(job.skeleton.device, job.skeleton.dtype)
         return errors
 

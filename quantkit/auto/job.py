@@ -12,13 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantkit import __version__
 from quantkit.auto import allocation
 from quantkit.auto.engines import ENGINES, Space
 from quantkit.auto.options import AutoOptions, AutoRequest
-from quantkit.auto.solving import KEPT_IN
 from quantkit.auto.units import Preset, Unit, nbytes, usual
 from quantkit.capacity import source
 from quantkit.capacity.question import Question
@@ -41,6 +41,7 @@ LEAST_TOKENS = 1000  # measured on fewer tokens, sensitivities and comparisons a
 # Rounding hidden states to 16 bit adds divergence: on the bundled model as much as 4 bit weights do, which
 # hides the gain of more bits.
 MEASURED_IN = "float32"
+KEPT_IN = torch.bfloat16  # type of the usual weights; much finer than the candidates' rounding
 TABLE = "sensitivities.json"
 STREAMS_SHARE = 0.25  # share of the free memory for streams
 
@@ -134,9 +135,7 @@ class Auto:
         `disk_bytes` for temporary files."""
         plan, streams = self.job.plan, self.streams * self._stream_bytes
         waiting = KEPT_IN.itemsize * sum(unit.weights for unit in self.units if unit.block is not None)
-        budget = self.budget_bytes()
-        if budget is None:  # the smallest within a divergence is not known yet
-            budget = nbytes(self.units, {unit.name: usual(unit).name for unit in self.units})
+        budget = self.expected_bytes()
         results = 3 if self.request.options.engine == "any" else 2
         made = results * (budget + self.fixed_bytes) + budget
         return {
@@ -171,6 +170,12 @@ class Auto:
         if options.max_size is not None:
             return size_bytes(options.max_size, "--max-size") - self.fixed_bytes
         return None
+
+    def expected_bytes(self) -> int:
+        """Return the budget; with --max-kld, whose result is not known yet, the bytes of usual candidates."""
+        budget = self.budget_bytes()
+        usual_bytes = nbytes(self.units, {unit.name: usual(unit).name for unit in self.units})
+        return usual_bytes if budget is None else budget
 
     @cached_property
     def identity(self) -> dict[str, Any]:

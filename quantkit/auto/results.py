@@ -63,8 +63,9 @@ class Search:
         """Choose the type of the KV cache with the least divergence of weights and cache together. Return the
         search with this type, and the `rooms` that hold the smallest weights, each with both divergences."""
         auto, losses = self._auto, self._losses
-        results = self._evaluated([auto.job.checkpoint], auto.space.caches)
-        measured, rooms = {result.kv.dtype: result.metrics.kld.mean for result in results[1:]}, []
+        models = self._evaluated([auto.job.checkpoint], auto.space.caches)
+        measured = {model["kv"]["dtype"]: model["metrics"]["kld"]["mean"] for model in models[1:]}
+        rooms = []
         smallest = sum(unit.candidates[0].nbytes for unit in auto.units)
         for room in auto.rooms:
             if room["bytes"] >= smallest:
@@ -170,28 +171,29 @@ class Search:
             loop.run([job.prepare(request, progress)], progress)
         source = auto.job.checkpoint
         models = [source, open_checkpoint(str(path), trust_remote_code=source.trust_remote_code)]
-        *_, result = self._evaluated(models, (self._auto.cache,) if self._auto.cache else ())
-        metrics, size = result.metrics, result.size
+        *_, measured = self._evaluated(models, (self._auto.cache,) if self._auto.cache else ())
+        metrics, size = measured["metrics"], measured["size"]
         record = {
             "name": preset.name,
             "bits_per_weight": bits,
             "chosen_bytes": nbytes(auto.units, preset.choice),
-            "bits_per_weight_model": size.bits_per_weight,
-            "output_bytes": size.weight_bytes,
-            "disk_bytes": size.disk_bytes,
+            "bits_per_weight_model": size["bits_per_weight"],
+            "output_bytes": size["weight_bytes"],
+            "disk_bytes": size["disk_bytes"],
             "predicted_kld": predicted,
-            "kld": metrics.kld.mean,
-            "kld_stderr": metrics.kld.stderr,
-            "ppl": metrics.ppl.value,
+            "kld": metrics["kld"]["mean"],
+            "kld_stderr": metrics["kld"]["stderr"],
+            "ppl": metrics["ppl"]["value"],
         }
         return Made(preset, path, written, record)
 
-    def _evaluated(self, models: Sequence[Checkpoint], caches: Sequence[str]) -> list[evaluate.Result]:
+    def _evaluated(self, models: Sequence[Checkpoint], caches: Sequence[str]) -> list[dict[str, Any]]:
         """Measure models in float32, also with types of the KV cache."""
         self._next_step()
         device, listen = self._auto.job.plan.execution.torch_device, self._progress.evaluating
         asked = {"chosen": METRICS, "kv_dtypes": caches}
-        return evaluate.evaluate(models, self._auto.windows, torch.float32, device, listen, **asked).results
+        measured = evaluate.evaluate(models, self._auto.windows, torch.float32, device, listen, **asked)
+        return measured["models"]
 
 
 def clear(folder: Path) -> None:

@@ -11,12 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.auto import curve, unit_divergence
-from quantkit.auto.curve import Divergence, Errors
+from quantkit.auto import unit_divergence
 from quantkit.auto.engines import GgufOutside
 from quantkit.auto.job import Auto
 from quantkit.auto.solving import Solving
-from quantkit.auto.units import Unit, measured, usual
+from quantkit.auto.units import Row, Unit, measured, unit_losses, usual
 from quantkit.errors import USAGE, QuantkitError, name_all, require, unreadable
 from quantkit.models.files import atomic, untrusted
 from quantkit.quantize.progress import Progress
@@ -25,14 +24,6 @@ from quantkit.quantize.staging.fingerprint import differences
 USUAL = "usual"  # folder of the usual weights of blocks
 SCHEMA = "quantkit.sensitivities/3"
 ANEW = "leave out --sensitivities to measure anew"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A unit's errors by candidate, and the divergence that its measured candidate caused."""
-
-    errors: Errors
-    divergence: Divergence
 
 
 @dataclass(frozen=True)
@@ -46,7 +37,7 @@ class Sensitivities:
     identity: dict
     tokens: int
     seconds: float
-    usual: Divergence | None
+    usual: dict[str, float] | None
     units: Mapping[str, Row]
 
     def losses(self, units: Sequence[Unit]) -> dict[tuple[str, str], float]:
@@ -55,11 +46,10 @@ class Sensitivities:
         by_candidate: dict[tuple[str, str], float] = {}
         sums = 0.0
         for unit in units:
-            row = self.units[unit.name]
-            losses = curve.losses(unit, row.errors, row.divergence)
+            losses = unit_losses(unit, self.units[unit.name])
             by_candidate |= {(unit.name, name): value for name, value in losses.items()}
             sums += losses[usual(unit).name] if unit.block is not None else 0.0
-        whole = self.usual.mean if self.usual else 0.0
+        whole = self.usual["mean"] if self.usual else 0.0
         share = whole / sums if whole > 0 and sums > 0 else 1.0
         return {key: share * value for key, value in by_candidate.items()}
 
@@ -84,7 +74,8 @@ def load(path: Path, identity: dict[str, Any], units: Sequence[Unit]) -> Sensiti
         if row := table.units.get(unit.name):
             names = {candidate.name for candidate in unit.candidates}
             needed = {measured(unit).name, usual(unit).name}
-            if row.errors.nearest.keys() != names or not needed <= row.errors.solved.keys() <= names:
+            nearest, solved = (row["errors"][kind].keys() for kind in ("nearest", "solved"))
+            if nearest != names or not needed <= solved <= names:
                 raise QuantkitError(f"{path}: unit {unit.name} lacks candidates", ANEW, USAGE)
     return table
 
@@ -102,12 +93,7 @@ def read(path: Path) -> Sensitivities:
         raise QuantkitError(f"{path} is not a table of sensitivities", ANEW, USAGE)
     schema = Path(__file__).with_name("sensitivities.schema.json").read_text(encoding="utf-8")
     untrusted.check_schema(stored, json.loads(schema), str(path), ANEW)
-    rows = {
-        name: Row(Errors(**row["errors"]), Divergence(**row["divergence"]))
-        for name, row in stored["units"].items()
-    }
-    usual = stored["usual"] and Divergence(**stored["usual"])
-    return Sensitivities(stored["identity"], stored["tokens"], stored["seconds"], usual, rows)
+    return Sensitivities(**{name: value for name, value in stored.items() if name != "schema"})
 
 
 def measure(auto: Auto, progress: Progress, known: Sensitivities | None = None) -> Iterator[Sensitivities]:
@@ -127,7 +113,7 @@ def measure(auto: Auto, progress: Progress, known: Sensitivities | None = None) 
     folder = auto.folder / USUAL
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed search
     folder.mkdir(parents=True)
-    solving = Solving(job, auto.space, auto.units, outside, folder)
+    solving = Solving(auto, outside, folder)
 
     def report() -> None:
         progress.counting("measuring sensitivities", next(done), len(auto.units))
@@ -135,10 +121,13 @@ def measure(auto: Auto, progress: Progress, known: Sensitivities | None = None) 
     report()
     inputs = skeleton, missing, tokens, statistics, solving, auto.streams, report
     try:
-        for changes in unit_divergence.measure(*inputs):
-            rows = {name: Row(solving.errors[name], value) for name, value in changes.by_unit.items()}
+        for of_usual, changes in unit_divergence.measure(*inputs):
+            rows = {
+                name: {"errors": solving.errors[name], "divergence": divergence}
+                for name, divergence in changes.items()
+            }
             seconds = known.seconds + time.monotonic() - began
-            yield replace(known, units={**known.units, **rows}, seconds=seconds, usual=changes.usual)
+            yield replace(known, units={**known.units, **rows}, seconds=seconds, usual=of_usual)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     skeleton.model.to("meta")

@@ -12,50 +12,40 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.auto import scaling
-from quantkit.auto.curve import TINY, Errors
-from quantkit.auto.engines import GgufOutside, Space, nearest
+from quantkit.auto.engines import Errors, GgufOutside, nearest
+from quantkit.auto.job import KEPT_IN, Auto
 from quantkit.auto.scaling import Scales
-from quantkit.auto.units import Candidate, Unit, measured, usual
+from quantkit.auto.units import TINY, Candidate, Unit, measured, usual
 from quantkit.grids.grid import Grid
-from quantkit.layouts import Statistic
+from quantkit.layouts import LinearSpec, Statistic
 from quantkit.quantize.calibrate.measure import Measuring
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, Block, Site, find_sites
 from quantkit.quantize.calibrate.statistics import SiteStatistics
-from quantkit.quantize.job import Job
 from quantkit.quantize.solvers import loss
 from quantkit.quantize.solving import solve
 from quantkit.quantize.timings import Timings
 
 States = list[Tensor]  # batches of hidden states, `[batch, tokens, hidden]`
 Values = Mapping[str, Tensor]  # weights `[out, in]` by the names of linears inside a block
-KEPT_IN = torch.bfloat16  # for usual weights; much finer than the candidates' rounding
 HESSIAN_BYTES = 1 << 30  # maximum of Hessians in memory: many experts are measured in parts
 # The loaded block; its scales; statistics of its sites after the transform, without experts.
 Known = tuple[Block, Scales, dict[Site, SiteStatistics]]
 
 
 class Solving:
-    """Quantizes a job's units. units: all units. folder: stores the usual weights of each block. errors:
-    {unit: errors} of the units measured so far."""
+    """Quantizes the units of a search. folder: stores the usual weights of each block. errors: {unit: errors}
+    of the units measured so far."""
 
-    def __init__(
-        self,
-        job: Job,
-        space: Space,
-        units: Sequence[Unit],
-        outside: GgufOutside | None,
-        folder: Path,
-    ):
-        self._job, self._space, self._outside = job, space, outside
-        self._units, self._folder = units, folder
+    def __init__(self, auto: Auto, outside: GgufOutside | None, folder: Path):
+        self._job, self._space, self._units = auto.job, auto.space, auto.units
+        self._outside, self._folder = outside, folder
         self.errors: dict[str, Errors] = {}
         self._usual_errors: dict[str, dict[str, float]] = {}  # by unit, {usual candidate: error}
-        self._usual = {spec.name: usual(unit).name for unit in units for spec in unit.rows}
+        self._usual = {spec.name: usual(unit).name for unit in auto.units for spec in unit.specs}
         self._known: Known | None = None
 
     def usual(self, index: int, entering: States) -> Values:
@@ -68,7 +58,7 @@ class Solving:
                 if unit.block == index:
                     solved, errors = self._solved(unit, entering, usual(unit))
                     values |= solved
-                    self._usual_errors[unit.name] = errors.solved
+                    self._usual_errors[unit.name] = errors["solved"]
             host = {name: weight.to(KEPT_IN).cpu().contiguous() for name, weight in values.items()}
             save_file(host, path)
         device = self._job.skeleton.device
@@ -78,7 +68,7 @@ class Solving:
         """Return the weights of a unit's measured candidate. Call `usual` for its block first. entering:
         hidden states before the block."""
         solved, errors = self._solved(unit, entering, measured(unit), unit.candidates)
-        errors.solved |= self._usual_errors[unit.name]
+        errors["solved"] |= self._usual_errors[unit.name]
         self.errors[unit.name] = errors
         return solved
 
@@ -91,37 +81,33 @@ class Solving:
     ) -> tuple[dict[str, Tensor], Errors]:
         """Return {linear: solved weight} of `chosen`, and errors of `chosen` and `rounded`."""
         skeleton, index = self._job.skeleton, unit.block
-        specs = {spec.local: spec for spec in unit.rows}
+        specs = {spec.local: spec for spec in unit.specs}
         solved: dict[str, Tensor] = {}
         rounding, solving, scale = Counter(), Counter(), 0.0
         for site, statistics, scales in self._measured(unit, entering):
             names = [name for name in site.linears if name in specs]
-            weights = [skeleton.part(index, name).weight.float() for name in names]
-            own = list(map(partial(scales.scaled, site), names, weights))
-
-            def lost(values, names=names, own=own, scales=scales, statistics=statistics) -> float:
-                """Return the error of all outputs; experts count by their tokens."""
-                deltas = (v - w for v, w in zip(values, own, strict=True))
-                outputs = map(scales.rows_undone, names, deltas)
-                return sum(loss(delta, statistics.hessian) for delta in outputs) * statistics.tokens
-
-            def grids(candidate, names=names) -> list[Grid]:
-                return [self._space.grid(specs[name], candidate.name) for name in names]
-
-            scale += lost([weight * 0 for weight in own])
+            weights = [scales.scaled(site, name, skeleton.part(index, name).weight.float()) for name in names]
+            lost = partial(_lost, scales, statistics, names, weights)
+            scale += lost([weight * 0 for weight in weights])
             for candidate in rounded:
-                near = [
-                    nearest(*both, statistics.hessian) for both in zip(own, grids(candidate), strict=True)
-                ]
-                rounding[candidate.name] += lost(near)
-            results = solve(self._job.method.solver, own, grids(chosen), statistics)
+                pairs = zip(weights, self._grids(specs, names, candidate), strict=True)
+                rounding[candidate.name] += lost([nearest(*pair, statistics.hessian) for pair in pairs])
+            grids = self._grids(specs, names, chosen)
+            results = solve(self._job.method.solver, weights, grids, statistics)
             values = [result.weight.values() for result in results]
             solving[chosen.name] += lost(values)
-            kept = map(partial(scales.undone, site), names, values)
-            kept = (weight.to(skeleton.dtype) for weight in kept)
-            solved |= dict(zip(names, kept, strict=True))
+            for name, value in zip(names, values, strict=True):
+                solved[name] = scales.undone(site, name, value).to(skeleton.dtype)
         scale = max(scale, TINY)
-        return solved, Errors(*({k: v / scale for k, v in part.items()} for part in (rounding, solving)))
+        return solved, {
+            "nearest": {name: error / scale for name, error in rounding.items()},
+            "solved": {name: error / scale for name, error in solving.items()},
+        }
+
+    def _grids(
+        self, specs: Mapping[str, LinearSpec], names: Sequence[str], candidate: Candidate
+    ) -> list[Grid]:
+        return [self._space.grid(specs[name], candidate.name) for name in names]
 
     def outside(self, unit: Unit) -> AbstractContextManager[None]:
         """Return a context in which a matrix outside the blocks has its measured candidate."""
@@ -136,7 +122,7 @@ class Solving:
             self._known = None  # frees the statistics of the previous block
             self._known = self._block(unit.block, entering)
         block, scales, known = self._known
-        names = {spec.local for spec in unit.rows}
+        names = {spec.local for spec in unit.specs}
         sites = [site for site in block.sites if names.intersection(site.linears)]
         yield from ((site, known[site], scales) for site in sites if site in known)
         layers = {site.pool: site for site in block.sites if not site.linears}
@@ -164,6 +150,16 @@ class Solving:
         plain = [site for site in block.chosen if site.pool is None]
         measured = measuring.at_once(plain) if plain else {}
         return block, scales, {site: scales.entering(site, own) for site, own in measured.items()}
+
+
+def _lost(
+    scales: Scales, statistics: SiteStatistics, names: Sequence[str], weights: Sequence[Tensor],
+    values: Sequence[Tensor],
+) -> float:  # fmt: skip
+    """Return the error of all outputs of a site; experts count by their tokens."""
+    deltas = (value - weight for value, weight in zip(values, weights, strict=True))
+    outputs = map(scales.rows_undone, names, deltas)
+    return sum(loss(delta, statistics.hessian) for delta in outputs) * statistics.tokens
 
 
 def _in_parts(sites: Sequence[Site]) -> Iterator[list[Site]]:

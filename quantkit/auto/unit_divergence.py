@@ -18,25 +18,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from quantkit.auto.curve import Divergence
 from quantkit.auto.scaling import exchanged
 from quantkit.auto.solving import Solving, States, Values
 from quantkit.auto.units import Unit
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import divergence, walk
 
-
-@dataclass(frozen=True)
-class Changes:
-    """usual: divergence of the usual model from the original. by_unit: divergence from the usual model, by
-    the name of the replaced unit."""
-
-    usual: Divergence
-    by_unit: dict[str, Divergence]
+Divergence = dict[str, float]  # mean over tokens and standard error, in nats
 
 
 @dataclass
@@ -58,8 +51,9 @@ def measure(
     replacer: Solving,
     limit: int,
     report: Callable[[], None] = lambda: None,
-) -> Iterator[Changes]:
-    """Yield, after each walk through the model, the divergences of all units measured so far.
+) -> Iterator[tuple[Divergence, dict[str, Divergence]]]:
+    """Yield, after each walk through the model, the divergence of the usual model from the original, and
+    those of the units measured so far from the usual model, by the name of the replaced unit.
 
     tokens: ids `[batch, tokens]` to measure on. calibration: ids for the solver. limit: maximum number of
     streams. report: called when the streams of a unit have begun. Tensors outside the blocks must be loaded.
@@ -69,11 +63,14 @@ def measure(
     pending = deque(sorted(units, key=lambda unit: -1 if unit.block is None else unit.block))
     streams: list[_Stream] = []
     while pending and pending[0].block is None:
-        streams.append(_outside(skeleton, pending.popleft(), tokens, replacer))
+        unit = pending.popleft()
+        with replacer.outside(unit):  # embedding or output matrix; both if tied
+            states = [skeleton.embed(ids) for ids in tokens]
+        streams.append(_Stream(unit.name, states, partial(replacer.outside, unit)))
         report()
     original = [skeleton.embed(ids) for ids in tokens]
     usual, entering = original, [skeleton.embed(ids) for ids in calibration]
-    start, output = 0, None
+    start, of_usual, final = 0, None, []  # of_usual: of the usual model, whose final states are `final`
     while pending or streams:
         next_walk = None
         for index, block in walk.blocks(
@@ -88,26 +85,20 @@ def measure(
                 with exchanged(block, values | _weights(replacer.measured(unit, entering))):
                     started.append(_Stream(unit.name, _run(skeleton, index, usual)))
                 report()
-            original = original if output else _run(skeleton, index, original)
+            original = original if of_usual else _run(skeleton, index, original)
             with exchanged(block, values):
                 for stream in streams:
                     stream.states = _run(skeleton, index, stream.states)
-                if output is None or (pending and next_walk is None):
+                if of_usual is None or (pending and next_walk is None):
                     usual, entering = _run(skeleton, index, usual), _run(skeleton, index, entering)
             streams += started
-        output = output or _Output(skeleton, original, usual)
-        changes |= {stream.unit: output.change(stream) for stream in streams}
-        yield Changes(output.usual, changes)
+        if of_usual is None:
+            final, of_usual = usual, _divergence(skeleton, original, _Stream("", usual))
+        changes |= {stream.unit: _divergence(skeleton, final, stream) for stream in streams}
+        yield of_usual, changes
         streams = []
         if next_walk:
             start, usual, entering = next_walk
-
-
-def _outside(skeleton: Skeleton, unit: Unit, tokens: Sequence[Tensor], replacer: Solving) -> _Stream:
-    """Return the stream in which embedding or output matrix (both if tied) has the measured weights."""
-    with replacer.outside(unit):
-        states = [skeleton.embed(ids) for ids in tokens]
-    return _Stream(unit.name, states, lambda: replacer.outside(unit))
 
 
 def _weights(values: Values) -> dict[str, Tensor]:
@@ -118,27 +109,15 @@ def _run(skeleton: Skeleton, index: int, states: States) -> States:
     return list(skeleton.outputs(index, states))
 
 
-class _Output:
-    """Computes divergences from the final hidden states. usual: divergence of the usual model."""
+def _divergence(skeleton: Skeleton, reference: States, stream: _Stream) -> Divergence:
+    """Return the KL divergence of a stream from the reference's predictions, a mean over tokens."""
 
-    def __init__(self, skeleton: Skeleton, original: States, usual: States):
-        self._skeleton, self._usual = skeleton, usual
-        self.usual = self._divergence(original, _Stream("", usual))
+    def logits(hidden: Tensor) -> Tensor:
+        with stream.head():
+            return skeleton.logits(hidden)
 
-    def change(self, stream: _Stream) -> Divergence:
-        """Return a stream's divergence from the usual model."""
-        return self._divergence(self._usual, stream)
-
-    def _divergence(self, reference: States, stream: _Stream) -> Divergence:
-        """Return the KL divergence from the reference's predictions, a mean over tokens."""
-        skeleton = self._skeleton
-
-        def logits(hidden: Tensor) -> Tensor:
-            with stream.head():
-                return skeleton.logits(hidden)
-
-        pairs = zip(reference, stream.states, strict=True)
-        vocabulary = skeleton.checkpoint.text_config.vocab_size
-        by_token = divergence.of_tokens(skeleton.logits, logits, pairs, vocabulary)
-        spread = by_token.std().item() if len(by_token) > 1 else 0.0
-        return Divergence(by_token.mean().item(), spread / len(by_token) ** 0.5)
+    pairs = zip(reference, stream.states, strict=True)
+    vocabulary = skeleton.checkpoint.text_config.vocab_size
+    by_token = divergence.of_tokens(skeleton.logits, logits, pairs, vocabulary)
+    spread = by_token.std().item() if len(by_token) > 1 else 0.0
+    return {"mean": by_token.mean().item(), "stderr": spread / len(by_token) ** 0.5}

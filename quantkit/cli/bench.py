@@ -64,7 +64,7 @@ def _command(
     )
     def invoke(**values: Any) -> None:
         from quantkit.cli.progress import listener
-        from quantkit.evaluation.comparison.files import Outputs
+        from quantkit.evaluation.comparison.report import Outputs
         from quantkit.serving.bench.measure import refuse_empty
 
         settings, as_json, quiet = flags.options(kind, values), values["as_json"], values["quiet"]
@@ -75,7 +75,7 @@ def _command(
             result, report = measure(settings, values, progress)
         refuse = partial(refuse_empty, result)
         streams.present(result, as_json, report.show, refuse, allow_nan=False)
-        outputs.write(report.figures, report.page, as_json=as_json, quiet=quiet)
+        outputs.write(report, as_json=as_json, quiet=quiet)
 
     return invoke
 

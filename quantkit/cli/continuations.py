@@ -39,7 +39,7 @@ def show(settings: GenerateSettings, made: Sequence[Continuation], streamed: boo
     console = Console(highlight=False, markup=False)
     if len(made) == 1:
         if not streamed:
-            sys.stdout.write(printable(("" if settings.chat else settings.prompt) + made[0].text))
+            sys.stdout.write(printable(("" if settings.chat else settings.prompt) + made[0]["text"]))
         sys.stdout.write("\n")
         return
     console.print(Text.assemble(("prompt  ", "bold"), printable(settings.prompt)), soft_wrap=True)
@@ -60,30 +60,32 @@ def show(settings: GenerateSettings, made: Sequence[Continuation], streamed: boo
 
 def _marked(made: Continuation) -> Text:
     """Return the text, in which the first token that differs from the first model's is marked."""
-    if made.parting is None:
-        return Text(printable(made.text))
-    start, end = made.parting.start, made.parting.end
-    text = printable(made.text)
+    if made["parting"] is None:
+        return Text(printable(made["text"]))
+    start, end = made["parting"]["start"], made["parting"]["end"]
+    text = printable(made["text"])
     token = f"{MARKS[0]}{text[start:end] or 'end'}{MARKS[1]}"
     return Text.assemble(text[:start], (token, "bold yellow"), text[end:])
 
 
 def _verdict(made: Continuation, first: Continuation) -> str:
-    parting = made.parting
-    if not made.compared:
+    parting = made["parting"]
+    if not made["compared"]:
         return "not compared: another tokenizer"
     if parting is None:
-        return f"the same {count(len(made.ids), 'token')}"
-    equal = count(parting.index, "token")
+        return f"the same {count(len(made['ids']), 'token')}"
+    equal = count(parting["index"], "token")
+    here = f"{parting['probability_of_expected']:.3f} here"
+    there = f"{parting['probability_there']:.3f} in {name_of(first)}"
     return (
-        f"{equal} equal, then {parting.token!r} ({parting.probability:.3f}) instead of {parting.expected!r} "
-        f"({parting.probability_of_expected:.3f} here, {parting.probability_there:.3f} in {name_of(first)})"
+        f"{equal} equal, then {parting['token']!r} ({parting['probability']:.3f}) instead of "
+        f"{parting['expected']!r} ({here}, {there})"
     )
 
 
 def name_of(made: Continuation) -> str:
     """Return the last part of the model's path or hub id."""
-    return Path(made.source).name or made.source
+    return Path(made["source"]).name or made["source"]
 
 
 def show_speed(made: Sequence[Continuation], dtype: Any, device: Any) -> None:
@@ -93,10 +95,10 @@ def show_speed(made: Sequence[Continuation], dtype: Any, device: Any) -> None:
         str(dtype).removeprefix("torch."),
     )
     for row in made:
-        rate = len(row.ids) / max(row.seconds, 1e-9)
-        stopped = "at the end of the text" if row.stop == "end" else "by -n"
+        rate = len(row["ids"]) / max(row["seconds"], 1e-9)
+        stopped = "at the end of the text" if row["stop"] == "end" else "by -n"
         print_line(
             console,
-            f"{name_of(row)}: {len(row.ids)} tokens in {row.seconds:.1f} s ({rate:.1f} a second), loaded in "
-            f"{row.load_seconds:.1f} s, {precision} on {device}, stopped {stopped}",
+            f"{name_of(row)}: {len(row['ids'])} tokens in {row['seconds']:.1f} s ({rate:.1f} a second), "
+            f"loaded in {row['load_seconds']:.1f} s, {precision} on {device}, stopped {stopped}",
         )

@@ -52,7 +52,7 @@ def command(
     **values: Any,
 ) -> None:
     from quantkit.evaluation.comparison import gates
-    from quantkit.evaluation.comparison.files import Outputs
+    from quantkit.evaluation.comparison.report import Outputs
 
     asked, (as_json, quiet) = flags.options(EvalSettings, values), (values["as_json"], values["quiet"])
     asked.check()
@@ -71,8 +71,7 @@ def command(
     if not as_json:
         comparison.show()
     if ranks.is_first():
-        made = comparison.figures, comparison.page, lambda: markdown(result)
-        outputs.write(*made, as_json=as_json, quiet=quiet)
+        outputs.write(comparison, lambda: markdown(result), as_json=as_json, quiet=quiet)
     gates.refuse_failed(result)  # with --json the record goes with the error
     if as_json:
         print(json.dumps(result, indent=2, allow_nan=False))

@@ -61,11 +61,9 @@ def command(
             progress.warn(warning)
         for checkpoint, same in zip(checkpoints, comparable, strict=True):
             progress.phase(f"loading and running {checkpoint.source}")
-            first = made[0] if made else None
+            first = made[0] if made and same else None
             stream = continuations.stream(settings) if live else None
-            made.append(
-                generate.continue_prompt(checkpoint, settings, precision, device, first, same, stream)
-            )
+            made.append(generate.continue_prompt(checkpoint, settings, precision, device, first, stream))
     record = generate.record(settings, precision, device, made)
     streams.present(record, as_json, lambda: continuations.show(settings, made, live))
     if not as_json and not quiet:

@@ -32,8 +32,8 @@ def command(
         bool, typer.Option("--quiet", "-q", help="Do not print the names of the files.")
     ] = False,
 ) -> None:
-    from quantkit.evaluation.comparison.files import Outputs
-    from quantkit.evaluation.comparison.merge import merge, read
+    from quantkit.evaluation.comparison.record import merge, read
+    from quantkit.evaluation.comparison.report import Outputs
     from quantkit.evaluation.comparison.table import report
 
     for path in results:
@@ -43,4 +43,4 @@ def command(
     outputs = Outputs(html=output, plot=output.with_suffix(".png") if png else None)
     outputs.check()
     comparison = report(merge([read(path) for path in results]))
-    outputs.write(comparison.figures, comparison.page, quiet=quiet)
+    outputs.write(comparison, quiet=quiet)

@@ -69,11 +69,8 @@ def command(
     require(reproduce or (calibration, seed) == (None, None), what, "add --reproduce 2", USAGE)
     with listener(values["quiet"]) as progress:
         with uncollected():  # after the first line of progress: torch takes seconds
-            from quantkit.evaluation import audit, served
-        blocks = audit.wanted(reproduce, base)
-        record = served.verify(path, base, asked, progress, trusted)
-        if reproduce is not None:
-            audit.add(record, base, blocks, seed, calibration, trusted, progress)
+            from quantkit.evaluation import served
+        record = served.verify(path, base, asked, progress, trusted, reproduce, seed, calibration)
     streams.present(record, values["as_json"], partial(_show, record), partial(served.refuse, record, base))
 
 

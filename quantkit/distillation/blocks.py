@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,13 +27,19 @@ from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.folder import Staging
 from quantkit.quantize.timings import Timings
 
+Pair = tuple[Sequence[Tensor], Sequence[Tensor]]  # inputs of a block and target outputs, by batch
 SMALLEST = 1e-12  # least mean square of a token's states that errors are divided by
 
 
 @dataclass(frozen=True)
-class Text:
-    """Batches of token ids `[batch, tokens]`: for training, and held out to measure improvement."""
+class Training:
+    """Both models, the options, and batches of token ids `[batch, tokens]`: to train on, and held out to
+    measure improvement. seed: orders the batches."""
 
+    teacher: Skeleton
+    student: Student
+    options: DistillOptions
+    seed: int
     train: list[Tensor]
     held_out: list[Tensor]
 
@@ -50,27 +57,19 @@ class Final:
     floats: Floats
 
 
-def walk(
-    teacher: Skeleton,
-    student: Student,
-    text: Text,
-    options: DistillOptions,
-    seed: int,
-    staging: Staging,
-    timings: Timings,
-    progress: Progress,
-) -> Final:
+def walk(training: Training, staging: Staging, timings: Timings, progress: Progress) -> Final:
     """Run both models block by block and train each student block; staged blocks are not trained again.
     Parameters outside the blocks must be loaded."""
+    teacher, student, options = training.teacher, training.student, training.options
     done = staging.done(student.depth, progress.warn)
     progress.start(student.depth, sum(done))
 
     def enter(skeleton: Skeleton, batches: Sequence[Tensor]) -> States:
         return embedded(batches, skeleton.embed, skeleton.device)
 
-    taught, theirs = enter(teacher, text.train), enter(teacher, text.held_out)
-    before, after = enter(student.skeleton, text.held_out), enter(student.skeleton, text.held_out)
-    ours = enter(student.skeleton, text.train) if options.block_epochs else None
+    taught, theirs = enter(teacher, training.train), enter(teacher, training.held_out)
+    before, after = (enter(student.skeleton, training.held_out) for _ in range(2))
+    ours = enter(student.skeleton, training.train) if options.block_epochs else None
     floats: Floats = {}
     for index in range(student.depth):
         with timings("teacher"):
@@ -86,7 +85,7 @@ def walk(
                 current = {name: load_staged(infos[name]).to(device) for name in block.floats}
             elif options.block_epochs:
                 with timings("blocks"):
-                    current = _improved(student, block, (ours, taught), (after, theirs), options, seed)
+                    current = _improved(training, block, (ours, taught), (after, theirs))
                 staged = {name: value.detach().cpu().contiguous() for name, value in current.items()}
                 staging.write_block(index, staged, [])
             else:
@@ -100,30 +99,21 @@ def walk(
     return Final(taught, theirs, before, after, floats)
 
 
-def _improved(
-    student: Student,
-    block: TracedBlock,
-    train: tuple[Sequence[Tensor], Sequence[Tensor]],
-    held_out: tuple[Sequence[Tensor], Sequence[Tensor]],
-    options: DistillOptions,
-    seed: int,
-) -> Floats:
+def _improved(training: Training, block: TracedBlock, train: Pair, held_out: Pair) -> Floats:
     """Return the block's floats after training, rounded as stored; or the old floats if training did not
-    lower the error on held-out text. train, held_out: (inputs of the block, target outputs)."""
+    lower the error on held-out text. train, held_out: inputs of the block and target outputs."""
+    student, options = training.student, training.options
     inputs, targets = train
     steps = options.block_epochs * len(inputs)
     descent = Shares(block.floats, block.floats.keys() - block.dtypes.keys(), options.block_lr, steps)
     for epoch in range(options.block_epochs):
-        for batch in order(len(inputs), seed, block.index, epoch):
+        for batch in order(len(inputs), training.seed, block.index, epoch):
             with torch.enable_grad():
                 trained = student.run(block, inputs[batch], descent.values())
                 error(trained, targets[batch]).mean().backward()
             descent.step()
     trained = block.stored({name: value.detach() for name, value in descent.values().items()})
-    improved = _mean_error(student, block, held_out, trained) < _mean_error(
-        student, block, held_out, block.floats
-    )
-    return trained if improved else block.floats
+    return min(block.floats, trained, key=partial(_mean_error, student, block, held_out))
 
 
 def error(output: Tensor, target: Tensor) -> Tensor:
@@ -133,9 +123,7 @@ def error(output: Tensor, target: Tensor) -> Tensor:
     return (output.float() - expected).square().mean(-1) / expected.square().mean(-1).clamp(min=SMALLEST)
 
 
-def _mean_error(
-    student: Student, block: TracedBlock, pair: tuple[Sequence[Tensor], Sequence[Tensor]], floats: Floats
-) -> float:
+def _mean_error(student: Student, block: TracedBlock, pair: Pair, floats: Floats) -> float:
     total, tokens = 0.0, 0
     inputs, targets = pair
     for output, target in zip(student.outputs(block, inputs, floats), targets, strict=True):

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from torch import Tensor
 
 from quantkit import __version__
 from quantkit.distillation import blocks, publish, whole
-from quantkit.distillation.blocks import Final, Text
+from quantkit.distillation.blocks import Final, Training
 from quantkit.distillation.request import Request, as_read, stage
 from quantkit.distillation.student import Floats, Student, vectors
 from quantkit.errors import UNSUPPORTED, USAGE, name_all, require
@@ -48,33 +47,31 @@ HINT = "give the model that the student was compressed from"
 @dataclass(frozen=True)
 class Job:
     """A checked job. source: the student's checkpoint, from which the output is made. evaluated: the text of
-    --eval, on which teacher and students are also measured, or None. disk_bytes: disk space needed. trained:
-    numbers of `linears` and `norms_and_biases` to train."""
+    --eval, on which teacher and students are also measured, or None. memory: see `whole.plan_memory`.
+    trained: numbers of `linears` and `norms_and_biases` to train."""
 
     request: Request
     source: Checkpoint
-    teacher: Skeleton
+    training: Training
     calibration: CalibrationSet
     staging: Staging
     evaluated: Windows | None
-    disk_bytes: int
-    student: Student
-    text: Text
-    memory: whole.Memory
+    memory: dict[str, int | bool]
     trained: dict[str, int]
     fingerprint: dict = field(default_factory=dict)
 
     def signed(self, progress: Progress) -> Job:
         """Return the job with its fingerprint, on which the output's bytes depend. Raises QuantkitError if
         the disk is too small."""
-        check_disk(self.staging.output.absolute(), self.disk_bytes)
+        needed = 2 * sum(info.nbytes for info in self.source.infos.values())
+        check_disk(self.staging.output.absolute(), needed)
         progress.phase("hashing the source")
         fingerprint = {
             "quantkit": __version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "source_sha256": self.source.sha256(),
-            "teacher_sha256": self.teacher.checkpoint.sha256(),
+            "teacher_sha256": self.training.teacher.checkpoint.sha256(),
             "options": as_read(self.request.options),
             "calibration": self.calibration.record(),
             "execution": self._execution(),
@@ -83,7 +80,7 @@ class Job:
 
     def record(self) -> dict:
         """Return the versioned JSON of the plan."""
-        text = self.text
+        training = self.training
         return {
             "schema": SCHEMA,
             "teacher": self.request.teacher,
@@ -92,18 +89,21 @@ class Job:
             "trained": self.trained,
             "options": asdict(self.request.options),
             "calibration": self.calibration.record(),
-            "sequences": {"train": sum(map(len, text.train)), "held_out": sum(map(len, text.held_out))},
-            "memory": asdict(self.memory),
+            "sequences": {
+                "train": sum(map(len, training.train)),
+                "held_out": sum(map(len, training.held_out)),
+            },
+            "memory": self.memory,
             "execution": self._execution(),
         }
 
     def _execution(self) -> dict:
         """Return the part of the fingerprint that a resumed job adopts."""
-        skeleton = self.student.skeleton
+        skeleton = self.training.student.skeleton
         return {
             "dtype": str(skeleton.dtype).removeprefix("torch."),
             "device": str(skeleton.device),
-            "batch_size": len(self.text.train[0]),
+            "batch_size": len(self.training.train[0]),
             "threads": torch.get_num_threads(),
         }
 
@@ -112,26 +112,33 @@ class Job:
 
         Raises QuantkitError. The staging folder survives any error; the output appears whole or not at all.
         """
-        timings = Timings(self.teacher.device)
+        teacher = self.training.teacher
+        timings = Timings(teacher.device)
         with disk_errors(self.staging.folder, "run the same command with --resume"):
             with self.staging.opened(self.fingerprint, self.request.resume):
                 made = self._make(progress, timings)
-                for checkpoint in (self.source, self.teacher.checkpoint):
+                for checkpoint in (self.source, teacher.checkpoint):
                     check_unchanged(checkpoint)
                 self.staging.publish()
-        self.teacher.model.to("meta")  # frees the teacher's memory
-        return self.record() | made | self._measured(progress) | {"seconds": timings.seconds}
+        teacher.model.to("meta")  # frees the teacher's memory
+        record = self.record() | made
+        if self.evaluated:
+            models = [self.request.student, self.staging.output]
+            measured = teacher.checkpoint, models, self.evaluated, teacher.device, progress.evaluating
+            record["eval"] = of_job.measure(*measured)
+        return record | {"seconds": timings.seconds}
 
     def _make(self, progress: Progress, timings: Timings) -> dict:
         """Train, decide and write the output into the staging folder; return the results as JSON."""
+        training, options, hold = self.training, self.request.options, self.memory["hold"]
+        student = training.student
         map_large_blocks()
         with timings("load"):
-            self.teacher.load_rest()
-            self.student.skeleton.load_rest()
+            training.teacher.load_rest()
+            student.skeleton.load_rest()
         self._check_embeddings()
-        options, text, seed = self.request.options, self.text, self.request.calibration.seed
-        final = blocks.walk(self.teacher, self.student, text, options, seed, self.staging, timings, progress)
-        rest = {name: value.cpu() for name, value in self.student.rest().floats.items()}
+        final = blocks.walk(training, self.staging, timings, progress)
+        rest = {name: value.cpu() for name, value in student.rest().floats.items()}
         with timings("measure"):
             before = best = self._divergence(final, final.before)
             after = self._divergence(final, final.after) if options.block_epochs else before
@@ -141,15 +148,13 @@ class Job:
             if after < best:
                 best, floats = after, final.floats | rest
         if options.epochs:
-            start = floats or self.student.floats(self.memory.hold) | rest
-            learner = whole.EndToEnd(
-                self.teacher, self.student, final, start, text, options, seed, self.memory.hold
-            )
+            start = floats or student.floats(hold) | rest
+            learner = whole.EndToEnd(training, final, start, hold)
             with timings("end to end"):
                 curve = learner.train(best, self.staging, progress)
             divergences, step = list(curve.values()), whole.best_step(curve, best)
             stage = _stage("end to end", best, min(divergences), progress)
-            stages.append(stage | {"epochs": divergences, "epoch": step // len(text.train)})
+            stages.append(stage | {"epochs": divergences, "epoch": step // len(training.train)})
             if step:
                 best, floats = min(divergences), whole.best(self.staging)
         if floats is None:
@@ -161,29 +166,22 @@ class Job:
         self._write(floats, self._described() | done, progress, timings)
         return done | {"improved": floats is not None}
 
-    def _measured(self, progress: Progress) -> dict:
-        """Measure the published output on the text of --eval; return JSON, {} without a text."""
-        if self.evaluated is None:
-            return {}
-        made, teacher = [self.request.student, self.staging.output], self.teacher
-        listen = progress.evaluating
-        return {"eval": of_job.measure(teacher.checkpoint, made, self.evaluated, teacher.device, listen)}
-
     def _divergence(self, final: Final, states: States) -> float:
         """Return the divergence from the teacher, given the student's final states of held-out text."""
         vocabulary = self.source.text_config.vocab_size
         pairs = zip(final.teacher, states, strict=True)
-        logits = self.teacher.logits, self.student.skeleton.logits
+        logits = self.training.teacher.logits, self.training.student.skeleton.logits
         return divergence.of_tokens(*logits, pairs, vocabulary).mean().item()
 
     def _write(self, floats: Floats | None, record: dict, progress: Progress, timings: Timings) -> None:
         """Write the output to the staging folder and verify it. floats: None keeps the student's own."""
+        student = self.training.student
         progress.phase("writing the checkpoint")
         with timings("write"), self.staging.assemble() as target:
-            publish.write(self.student, floats, record, target, self.staging.output.name)
+            publish.write(student, floats, record, target, self.staging.output.name)
         progress.phase("verifying what was written")
         with timings("verify"):
-            publish.verify(self.student, floats, target, self.text.held_out[0])
+            publish.verify(student, floats, target, self.training.held_out[0])
         if target.is_dir():
             seconds = {"seconds": timings.seconds, "steps_down": []}
             (target / TIMINGS).write_text(json.dumps(seconds, indent=2) + "\n")
@@ -197,14 +195,14 @@ class Job:
             "trained": self.trained,
             "options": made["options"],
             "calibration": made["calibration"],
-            "held_out": sum(map(len, self.text.held_out)),
+            "held_out": sum(map(len, self.training.held_out)),
             "execution": made["execution"],
         }
 
     def _check_embeddings(self) -> None:
         """Raise QuantkitError if the embeddings differ by more than rounding can explain: the student was
         then made from another model."""
-        models = self.teacher.model, self.student.skeleton.model
+        models = self.training.teacher.model, self.training.student.skeleton.model
         theirs, ours = (model.get_input_embeddings().weight for model in models)
         made = f"{self.request.student} was not made from {self.request.teacher}"
         like = theirs.shape == ours.shape and token_distances(ours, theirs).median() <= UNLIKE
@@ -230,11 +228,13 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
     _check_shapes(taught, learner, request)
     trained = _trained(learner, request)
     calibrated = calibrate(teacher, request, progress)
-    batches = split(calibrated.tokens, request.run.batch_size or adopted.get("batch_size"))
-    needed = whole.plan_memory(taught, learner, batches, request.options)
-    disk = 2 * sum(info.nbytes for info in student.infos.values())
+    train, held_out = hold_out(calibrated.tokens)
+    size = run.batch_size or adopted.get("batch_size") or max(1, STEP_TOKENS // train.shape[1])
+    batches = list(train.split(size)), list(held_out.split(size))
+    training = Training(taught, learner, request.options, request.calibration.seed, *batches)
+    memory = whole.plan_memory(training)
     held = windows.load(teacher, text, column=request.calibration.text_column) if text else None
-    job = Job(request, student, taught, calibrated, staging, held, disk, learner, batches, needed, trained)
+    job = Job(request, student, training, calibrated, staging, held, memory, trained)
     return job if dry_run else job.signed(progress)
 
 
@@ -250,16 +250,6 @@ def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:
     require(student.quantized, what, f"compress it first: quantkit gptq {request.student}", UNSUPPORTED)
     check_comparable((teacher, student), HINT)
     return teacher, student
-
-
-def split(tokens: Tensor, batch_size: int | None) -> Text:
-    """Split `tokens [samples, seqlen]` into training and held-out batches.
-
-    Raises QuantkitError if there are too few sequences.
-    """
-    train, held_out = hold_out(tokens)
-    size = batch_size or max(1, STEP_TOKENS // tokens.shape[1])
-    return Text(list(train.split(size)), list(held_out.split(size)))
 
 
 def _check_shapes(teacher: Skeleton, student: Student, request: Request) -> None:

@@ -33,7 +33,7 @@ Patch = tuple[Path, int, bytes]  # file, offset, new bytes
 
 
 def write(student: Student, floats: Floats | None, record: dict, target: Path, name: str) -> None:
-    """Write the output to `place`, a folder or a GGUF file. floats: by name in the model; None leaves all
+    """Write the output to `target`, a folder or a GGUF file. floats: by name in the model; None leaves all
     tensors unchanged. record: JSON for manifest and model card. name: the output's final name.
     """
     checkpoint = student.checkpoint

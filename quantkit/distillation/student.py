@@ -7,9 +7,10 @@ Between runs, a block takes one byte per weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -193,24 +194,18 @@ def refuse_unlike(layout: Layout, linear: str, parts: Mapping[str, Tensor]) -> N
 @contextmanager
 def _rounded_inputs(module: nn.Module, block: TracedBlock, floats: Mapping[str, Tensor]) -> Iterator[None]:
     """During the context, round activations as the layouts of `block.rounding` do; gradients ignore it."""
-    hooks = []
 
-    def hook(local: str) -> Callable[..., Tensor]:
-        def replaced(linear: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> Tensor:
-            with torch.no_grad():
-                weight, layout = block.weights[local], block.layouts[local]
-                kept = weight.grid.storable(block.of_linear(local, floats))
-                encoded = layout.encode(weight.with_floats(kept))
-                client = layout.module(encoded, linear.bias, None, processor.has_int8_products())
-                exact = client(inputs[0].detach())
-            return output + (exact - output).detach() if torch.is_grad_enabled() else exact
+    def rounded(local: str, linear: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> Tensor:
+        with torch.no_grad():
+            weight, layout = block.weights[local], block.layouts[local]
+            kept = weight.grid.storable(block.of_linear(local, floats))
+            encoded = layout.encode(weight.with_floats(kept))
+            client = layout.module(encoded, linear.bias, None, processor.has_int8_products())
+            exact = client(inputs[0].detach())
+        return output + (exact - output).detach() if torch.is_grad_enabled() else exact
 
-        return replaced
-
-    for local in sorted(block.rounding):
-        hooks.append(module.get_submodule(local).register_forward_hook(hook(local)))
-    try:
+    with ExitStack() as hooks:
+        for local in sorted(block.rounding):
+            handle = module.get_submodule(local).register_forward_hook(partial(rounded, local))
+            hooks.callback(handle.remove)
         yield
-    finally:
-        for handle in hooks:
-            handle.remove()

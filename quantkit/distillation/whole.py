@@ -12,20 +12,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from quantkit.distillation.blocks import Final, Text
-from quantkit.distillation.options import DistillOptions
-from quantkit.distillation.student import Floats, Student
+from quantkit.distillation.blocks import Final, Training
+from quantkit.distillation.student import Floats
 from quantkit.distillation.training import Shares, order
 from quantkit.models.files import safetensors_folder
 from quantkit.models.files.reading import tensor as load
 from quantkit.models.machine.device import free_memory
-from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import divergence
 from quantkit.quantize.calibrate.backward import (
     CHUNK_BYTES,
@@ -54,16 +51,15 @@ class EndToEnd:
     """The second stage of training. start: floats of the blocks and of the rest, by names in the model. hold:
     keep the codes of all blocks in memory."""
 
-    def __init__(
-        self, teacher: Skeleton, student: Student, final: Final, start: Floats, text: Text,
-        options: DistillOptions, seed: int, hold: bool,
-    ):  # fmt: skip
-        self.teacher, self.student, self.final, self.text = teacher, student, final, text
-        self.options, self.seed, self.hold = options, seed, hold
+    def __init__(self, training: Training, final: Final, start: Floats, hold: bool):
+        self.training, self.final, self.hold = training, final, hold
+        self.teacher, self.student = training.teacher, training.student
+        student, options = training.student, training.options
         placed = {name: value.to(student.skeleton.device) for name, value in start.items()}
-        self.steps = options.epochs * len(text.train)
+        self.steps = options.epochs * len(training.train)
         coded = start.keys() - student.skeleton.names.stored.keys()  # not parameters by themselves
         self.descent = Shares(placed, coded, options.lr, self.steps)
+        self._of_block = student.skeleton.names.of_block
         self._vocabulary = student.checkpoint.text_config.vocab_size
 
     def train(self, begun: float, staging: Staging, progress: Progress) -> Curve:
@@ -77,11 +73,11 @@ class EndToEnd:
             self.descent.restore(state)
             curve = dict(zip(state["stops"].tolist(), state["divergences"].tolist(), strict=True))
         saved, took = time.monotonic(), 0.0
-        while (done := self.descent.done) < self.steps and not _is_over(curve, begun):
+        while (done := self.descent.done) < self.steps and not _failed(curve, begun):
             progress.counting(_progress(curve), done, self.steps)
             self.step(done)
             done += 1
-            if stops := done % len(self.text.train) == 0 or done == self.steps:
+            if stops := done % len(self.training.train) == 0 or done == self.steps:
                 loss, least = self.divergence(), min([begun, *curve.values()])
                 curve[done] = loss
                 if loss < least:
@@ -96,15 +92,15 @@ class EndToEnd:
 
     def step(self, number: int) -> None:
         """Train on batch number `number`; each epoch has another order."""
-        epoch, position = divmod(number, len(self.text.train))
-        batch = order(len(self.text.train), self.seed, self.student.depth, epoch)[position]
-        self._descend(self.text.train[batch], self.final.taught[batch], self.descent.values())
+        epoch, position = divmod(number, len(self.training.train))
+        batch = order(len(self.training.train), self.training.seed, self.student.depth, epoch)[position]
+        self._descend(self.training.train[batch], self.final.taught[batch], self.descent.values())
         self.descent.step()
 
     def divergence(self) -> float:
         """Return the stored student's mean KL divergence from the teacher on held-out text, in nats."""
         floats = {name: value.to(self.student.skeleton.device) for name, value in self.stored().items()}
-        finals = (self._forward(ids, floats)[-1] for ids in self.text.held_out)
+        finals = (self._forward(ids, floats)[-1] for ids in self.training.held_out)
         rest = self._rest(floats)
         each = divergence.of_tokens(
             self.teacher.logits,
@@ -121,7 +117,7 @@ class EndToEnd:
         for index in range(self.student.depth):
             with self.student.block(index, self.hold) as block:
                 inside = block.stored(self._inside(index, floats))
-            stored |= {self._name(index, name): value for name, value in inside.items()}
+            stored |= {self._of_block(index, name): value for name, value in inside.items()}
         return {name: stored[name].cpu().contiguous() for name in floats}
 
     def _forward(self, ids: Tensor, floats: Mapping[str, Tensor]) -> list[Tensor]:
@@ -154,17 +150,14 @@ class EndToEnd:
             with torch.no_grad():
                 expected = self.teacher.logits(taught[span])
             logits = self.student.logits(ours, rest)
-            temperature = self.options.temperature
+            temperature = self.training.options.temperature
             return (divergence.kl(expected, logits, temperature) * temperature**2).sum() / tokens
 
         return through_head(final, chunk_tokens(self._vocabulary), loss)
 
-    def _name(self, index: int, local: str) -> str:
-        return self.student.skeleton.names.of_block(index, local)
-
     def _inside(self, index: int, floats: Mapping[str, Tensor]) -> Floats:
         """Return the floats of one block, by names in the block."""
-        prefix = self._name(index, "")
+        prefix = self._of_block(index, "")
         return {name.removeprefix(prefix): value for name, value in floats.items() if name.startswith(prefix)}
 
     def _rest(self, floats: Mapping[str, Tensor]) -> Floats:
@@ -182,7 +175,7 @@ def best(staging: Staging) -> dict[str, Tensor]:
     return {name: load(info) for name, info in safetensors_folder.read_header(staging.folder / BEST).items()}
 
 
-def _is_over(curve: Curve, begun: float) -> bool:
+def _failed(curve: Curve, begun: float) -> bool:
     """Return whether training has failed: no evaluation below `begun`, or the last one not finite."""
     return bool(curve) and (not best_step(curve, begun) or not math.isfinite(list(curve.values())[-1]))
 
@@ -191,27 +184,19 @@ def _progress(curve: Curve) -> str:
     return "end to end" + (f", held-out KL {list(curve.values())[-1]:.5f}" if curve else "")
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Peak bytes above the interpreter, of the stage block by block and of the whole-model stage (0 if it is
-    left out). hold: whether the second stage keeps the codes of all blocks in memory."""
-
-    blocks: int
-    whole: int
-    hold: bool
-
-
-def plan_memory(teacher: Skeleton, student: Student, text: Text, options: DistillOptions) -> Memory:
-    """Return the peak memory of both stages, and whether the codes of all blocks fit in memory.
+def plan_memory(training: Training) -> dict[str, int | bool]:
+    """Return peak bytes above the interpreter: `blocks` of the stage block by block, `whole` of the stage end
+    to end (0 if it is left out). hold: whether the codes of all blocks fit in memory.
 
     Raises QuantkitError (exit code 5) if not even one block's codes fit.
     """
+    teacher, student, options = training.teacher, training.student, training.options
     element, free = teacher.dtype.itemsize, free_memory(teacher.device)
     sizes = [sum(p.numel() for p in block.parameters()) for block in student.skeleton.blocks]
     inside, largest = sum(sizes), max(sizes)
     outside = sum(skeleton.parameters - inside for skeleton in (teacher, student.skeleton)) * element
-    batch = text.train[0].numel()
-    train, held_out = (sum(part.numel() for part in parts) for parts in (text.train, text.held_out))
+    batch = training.train[0].numel()
+    train, held_out = (sum(part.numel() for part in parts) for parts in (training.train, training.held_out))
     width = teacher.checkpoint.text_config.hidden_size * element
     matrices = [p.shape for p in student.skeleton.blocks[0].parameters() if p.ndim == 2]
     tracing = largest * TRACED_BYTES + 3 * FLOAT32 * batch * sum(sum(shape) for shape in matrices)
@@ -221,4 +206,5 @@ def plan_memory(teacher: Skeleton, student: Student, text: Text, options: Distil
     hold = bool(options.epochs) and need + CODE_BYTES * inside <= MEMORY_SHARE * free
     remedy = "fewer --samples, shorter --seqlen or a smaller --batch-size"
     check_memory(need, free, remedy, teacher.device)
-    return Memory(need, need + CODE_BYTES * inside * hold if options.epochs else 0, hold)
+    whole = need + CODE_BYTES * inside * hold if options.epochs else 0
+    return {"blocks": need, "whole": whole, "hold": hold}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
-from quantkit.evaluation import kv_rounding, memory, metrics
+from quantkit.evaluation import kv_cache, memory, metrics
 from quantkit.evaluation.engines import Declined, Engine, Logits
-from quantkit.evaluation.kv_cache import Kv
-from quantkit.evaluation.metrics import SELECTABLE, Metrics, Scores, summarize
-from quantkit.evaluation.stream import Listener, StreamedModel
-from quantkit.evaluation.tasks import Tasks, TaskScores
-from quantkit.evaluation.trial import Trial
+from quantkit.evaluation.metrics import SELECTABLE, Scores, summarize
+from quantkit.evaluation.stream import Listener, StreamedModel, Trial
+from quantkit.evaluation.tasks import Tasks
 from quantkit.evaluation.windows import Windows, check_context
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import watched
@@ -42,7 +40,7 @@ FLOOR_TOKENS = 1024  # for the noise floor: a CPU without bfloat16 takes eight t
 
 @dataclass(frozen=True)
 class Measured:
-    """A model that has run, and its final hidden states."""
+    """A model that has run. states: final hidden states `[batch, ctx, hidden]` of each batch."""
 
     model: StreamedModel
     states: States
@@ -51,60 +49,14 @@ class Measured:
         return self.model.skeleton.logits(self.states[batch][span])
 
 
-@dataclass(frozen=True)
-class Size:
-    """The size of a model. weight_bytes: all tensors. disk_bytes: all files of the folder. bits_per_weight:
-    mean over the whole model. bits_per_quantized_weight: mean over quantized weights, scales and zero points
-    included; None if no weight is quantized."""
-
-    disk_bytes: int
-    weight_bytes: int
-    bits_per_weight: float
-    bits_per_quantized_weight: float | None
-
-
-@dataclass(frozen=True)
-class Result:
-    """One model of a comparison. tasks: {task: {metric: {value, stderr}}}, None if no tasks were run. kv: the
-    quantized KV cache, None if the cache was not quantized. weights_only: activations were not quantized,
-    although clients of the layout do it. engine: what `in_engine` returns; None if quantkit computed the
-    logits."""
-
-    source: str
-    size: Size
-    metrics: Metrics
-    tasks: TaskScores | None = None
-    kv: Kv | None = None
-    weights_only: bool = False
-    engine: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Floor:
-    """The noise floor: the base compared with itself in another dtype, over the first `tokens` tokens."""
-
-    dtype: torch.dtype
-    tokens: int
-    metrics: Metrics
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Results in the given order, the base first. floor: None if not requested. declined: why the engine did
-    not run the base."""
-
-    results: list[Result]
-    floor: Floor | None
-    declined: str | None = None
-
-
 def evaluate(
     checkpoints: Sequence[Checkpoint], windows: Windows, dtype: torch.dtype, device: torch.device,
     listen: Listener = lambda source, done, total: None, trials: Sequence[str] = (),
     chosen: frozenset[str] = frozenset(SELECTABLE), tasks: Tasks | None = None, kv_dtypes: Sequence[str] = (),
     weights_only: bool = False, max_memory: int | None = None, engine: Engine | None = None,
-) -> Evaluation:  # fmt: skip
-    """Measure every checkpoint and its divergence from the first one, the base.
+) -> dict[str, Any]:  # fmt: skip
+    """Measure every checkpoint and its divergence from the first one, the base. Return the keys
+    `models`, `noise_floor` and `engine_declined` of eval-3.json, with NaN and infinity.
 
     trials: data-free methods, as typed; the base is also measured after each. chosen: names of metrics.
     tasks: run on every model. kv_dtypes: every model is also measured with its KV cache in these types.
@@ -119,29 +71,29 @@ def evaluate(
     require(single, "--engine runs in a single process", "start quantkit without torchrun", USAGE)
     check_comparable(checkpoints)
     for name in kv_dtypes:
-        kv_rounding.named(name)
+        kv_cache.rounding_of(name)
     for checkpoint in checkpoints:
         check_context(checkpoint, windows.protocol.ctx)
     map_large_blocks()
-    models: list[tuple[Checkpoint, Trial | None]] = [(checkpoint, None) for checkpoint in checkpoints]
-    models += [(checkpoints[0], Trial.prepare(name, checkpoints[0])) for name in trials]
-    candidates = [
-        (*model, kv, alone) for model in models for kv in (None, *kv_dtypes)
-        for alone in _halves(*model, weights_only and kv is None)
-    ]  # fmt: skip
+    candidates = _candidates(checkpoints, trials, kv_dtypes, weights_only)
     windows, whole = windows.shared(_batch(windows)), windows
     batch = min(_batch(windows), len(windows.ids)) * windows.ids.shape[1]
     planned = checkpoints, dtype, device, windows.ids.numel(), batch, len(candidates) > 1, max_memory
     storage = memory.decide(*planned)
-    results, base, base_scores, floor, declined = [], None, None, None, None
+    models, base, base_scores, floor, declined = [], None, None, None, None
     for checkpoint, trial, kv, alone in candidates:
         model = StreamedModel.open(checkpoint, dtype, device, trial, kv, alone)
-        measured = Measured(model, run(model, windows, listen, storage))
+        measured = run(model, windows, listen, storage)
         scores = _score(measured.logits, windows, model.chunk_tokens, base, chosen).of_all_ranks()
-        metrics = summarize(scores, base_scores, chosen)
-        scored = distributed.broadcast(partial(tasks.measure, model, listen)) if tasks else None
-        size = _size(model.skeleton, trial)
-        results.append(Result(model.name, size, metrics, scored, model.kv, alone))
+        models.append({
+            "source": model.name,
+            "size": _size(model.skeleton, trial),
+            "metrics": summarize(scores, base_scores, chosen),
+            "tasks": distributed.broadcast(partial(tasks.measure, model, listen)) if tasks else None,
+            "kv": model.kv,
+            "weights_only": alone,
+            "engine": None,
+        })  # fmt: skip
         if base is None:
             base, base_scores = measured, scores
             if "floor" in chosen and len(candidates) > 1:
@@ -154,9 +106,10 @@ def evaluate(
                     raise
                 declined = error.message  # the candidates are measured all the same
             else:
-                name = f"{model.name} in {engine.name}"
-                results.append(Result(name, size, summarize(scores, base_scores, chosen), engine=facts))
-    return Evaluation(results, floor, declined)
+                served = {"source": f"{model.name} in {engine.name}", "tasks": None, "kv": None}
+                served |= {"metrics": summarize(scores, base_scores, chosen), "engine": facts}
+                models.append(models[-1] | served)
+    return {"models": models, "noise_floor": floor, "engine_declined": declined}
 
 
 def in_engine(
@@ -172,13 +125,24 @@ def in_engine(
     with engine.run(skeleton.checkpoint, windows, skeleton.device) as (said, logits):
         scores = _score(logits, windows, decoded.model.chunk_tokens, base, chosen, decoded)
     listen(name, 1, 1)
-    return scores, {"name": engine.name, **said, "difference": asdict(metrics.divergence(scores.difference))}
+    return scores, {"name": engine.name, **said, "difference": metrics.divergence(scores.difference)}
 
 
-def _halves(checkpoint: Checkpoint, trial: Trial | None, both: bool) -> tuple[bool, ...]:
-    """Return the values of `weights_only` to measure; (False, True) only if clients quantize activations."""
-    layout = trial.method.layout if trial else checkpoint.layout
-    return (False, True) if both and layout is not None and layout.rounds_inputs else (False,)
+def _candidates(
+    checkpoints: Sequence[Checkpoint], trials: Sequence[str], kv_dtypes: Sequence[str], weights_only: bool
+) -> list[tuple[Checkpoint, Trial | None, str | None, bool]]:
+    """Return all models to measure: (checkpoint, trial, type of the KV cache, without quantized activations).
+    weights_only: also without these, if clients quantize activations."""
+    pairs: list[tuple[Checkpoint, Trial | None]] = [(checkpoint, None) for checkpoint in checkpoints]
+    pairs += [(checkpoints[0], Trial.prepare(name, checkpoints[0])) for name in trials]
+    candidates = []
+    for checkpoint, trial in pairs:
+        layout = trial.method.layout if trial else checkpoint.layout
+        candidates.append((checkpoint, trial, None, False))
+        if weights_only and layout is not None and layout.rounds_inputs:
+            candidates.append((checkpoint, trial, None, True))
+        candidates += [(checkpoint, trial, kv, False) for kv in kv_dtypes]
+    return candidates
 
 
 def check_comparable(
@@ -197,11 +161,11 @@ def check_comparable(
             raise QuantkitError(what, hint, UNSUPPORTED)
 
 
-def run(model: StreamedModel, windows: Windows, listen: Listener, storage: Place = HERE) -> States:
-    """Run the model over all windows; return final hidden states `[batch, ctx, hidden]` of each batch."""
+def run(model: StreamedModel, windows: Windows, listen: Listener, storage: Place = HERE) -> Measured:
+    """Run the model over all windows."""
     full = disk_errors(storage.folder, "run the same command again, with another folder in TMPDIR")
     with watched(model.skeleton.checkpoint), full if storage.folder else nullcontext():
-        return model.states(windows.ids.split(_batch(windows)), listen, storage)
+        return Measured(model, model.states(windows.ids.split(_batch(windows)), listen, storage))
 
 
 def _batch(windows: Windows) -> int:
@@ -212,9 +176,9 @@ def _batch(windows: Windows) -> int:
 def measure_floor(
     base: Measured, scores: Scores, windows: Windows, chosen: frozenset[str], listen: Listener,
     dtype: torch.dtype | None = None,
-) -> Floor:  # fmt: skip
-    """Return the divergence of the base from itself in another dtype: by default bfloat16 for a float32 base,
-    else float32.
+) -> dict[str, Any]:  # fmt: skip
+    """Return {dtype, tokens, metrics}: the divergence of the base from itself in another dtype, by default
+    bfloat16 for a float32 base, else float32.
 
     It shows the effect of arithmetic alone: a smaller divergence of a candidate has no meaning.
     """
@@ -225,11 +189,15 @@ def measure_floor(
     tokens = sum(ctx - 1 - first for first in windows.first[:count])
     head = Windows(windows.ids[:count], windows.first[:count], replace(windows.protocol, tokens=tokens))
     model = StreamedModel.open(skeleton.checkpoint, dtype, skeleton.device)
-    model = replace(model, name=f"{model.name} in {str(dtype).removeprefix('torch.')}")
-    other = Measured(model, run(model, head, listen))
+    name = str(dtype).removeprefix("torch.")
+    model = replace(model, name=f"{model.name} in {name}")
+    other = run(model, head, listen)
     others = _score(other.logits, head, model.chunk_tokens, base, chosen)
-    metrics = summarize(others, Scores(scores.nll[:tokens]), chosen)
-    return Floor(dtype, tokens, metrics)
+    return {
+        "dtype": name,
+        "tokens": tokens,
+        "metrics": summarize(others, Scores(scores.nll[:tokens]), chosen),
+    }
 
 
 def _score(
@@ -268,7 +236,9 @@ def _chunks(windows: Windows, size: int) -> Iterator[tuple[int, tuple[int, slice
             yield batch, (row, slice(start, end)), ids[start + 1 : end + 1]
 
 
-def _size(skeleton: Skeleton, trial: Trial | None) -> Size:
+def _size(skeleton: Skeleton, trial: Trial | None) -> dict[str, float | None]:
+    """Return the bytes of all files of the folder and of all tensors, and the mean bits of all weights and of
+    quantized weights, scales included (None if no weight is quantized)."""
     checkpoint = skeleton.checkpoint
     weight_bytes = sum(info.nbytes for info in checkpoint.infos.values())
     disk_bytes = checkpoint.disk_bytes
@@ -283,9 +253,9 @@ def _size(skeleton: Skeleton, trial: Trial | None) -> Size:
         packed_bytes, packed = sum(coded[name] for name in names), sum(counts[name] for name in names)
     modules = (skeleton.model, *skeleton.blocks, *skeleton.towers.values())
     count = sum(p.numel() for module in modules for p in module.parameters())
-    return Size(
-        disk_bytes=disk_bytes,
-        weight_bytes=weight_bytes,
-        bits_per_weight=8 * weight_bytes / count,
-        bits_per_quantized_weight=8 * packed_bytes / packed if packed else None,
-    )
+    return {
+        "disk_bytes": disk_bytes,
+        "weight_bytes": weight_bytes,
+        "bits_per_weight": 8 * weight_bytes / count,
+        "bits_per_quantized_weight": 8 * packed_bytes / packed if packed else None,
+    }

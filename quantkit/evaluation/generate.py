@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,9 +19,8 @@ from transformers.generation.streamers import TextStreamer
 
 from quantkit.errors import USAGE, require
 from quantkit.evaluation import sampling
-from quantkit.evaluation.sampling import ends_of_text
+from quantkit.evaluation.sampling import ends_of_text, load_model
 from quantkit.evaluation.settings import GenerateSettings
-from quantkit.evaluation.whole_model import load_model
 from quantkit.models.files import tokenizing
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.gguf.tokenizer_hash import tokenizer_sha256
@@ -33,53 +32,18 @@ SCHEMA = "quantkit.generate/1"
 BROKEN = "\ufffd"  # text of tokens that end inside a character
 
 
-@dataclass(frozen=True)
-class Parting:
-    """The first token that differs from the first model's text.
-
-    index: its position among the new tokens. token, probability: this model's choice. expected: the first
-    model's choice, with its probability in the first model (`probability_there`) and in this model
-    (`probability_of_expected`). start, end: characters of the token in this model's text.
-    """
-
-    index: int
-    token: str
-    probability: float
-    expected: str
-    probability_of_expected: float
-    probability_there: float
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """A continuation. ids: new tokens, the end of text included. probabilities: of each token. stop: `end` or
-    `length`. compared: whether it was compared with the first model's. parting: None without a difference."""
-
-    source: str
-    prompt_tokens: int
-    ids: list[int]
-    text: str
-    probabilities: list[float]
-    stop: str  # "end" or "length"
-    load_seconds: float
-    seconds: float
-    compared: bool = False
-    parting: Parting | None = None
-
-
 Stream = Callable[[str], None]
+Continuation = dict[str, Any]  # as JSON, see `continue_prompt`
 
 
 def record(
-    settings: GenerateSettings, dtype: torch.dtype, device: torch.device, made: Sequence[Continuation]
-) -> dict:
+    settings: GenerateSettings, dtype: torch.dtype, device: torch.device, models: Sequence[Continuation]
+) -> dict[str, Any]:
     """Return the versioned JSON of all continuations."""
     return {
         "schema": SCHEMA,
         "settings": asdict(settings) | {"dtype": str(dtype).removeprefix("torch."), "device": str(device)},
-        "models": [asdict(continuation) for continuation in made],
+        "models": list(models),
     }
 
 
@@ -117,44 +81,44 @@ def continue_prompt(
     dtype: torch.dtype,
     device: torch.device,
     first: Continuation | None = None,
-    same_tokens: bool = True,
     stream: Stream | None = None,
 ) -> Continuation:
-    """Load the model, continue the prompt, free the model. first: continuation to compare with, if
-    `same_tokens`. stream: receives the text as it is generated.
+    """Load the model, continue the prompt, free the model. first: continuation by a model with the same
+    tokenizer to compare with. stream: receives the text as it is generated.
 
-    Raises QuantkitError if the model does not fit the memory (exit code 5), lacks tensors, or has no
-    chat template for a `chat` prompt.
+    Return the continuation as JSON. ids: new tokens, the end of text included. probabilities: of each token.
+    stop: `end` or `length`. compared: whether `first` was given. parting: see `parting`. Raises QuantkitError
+    if the model does not fit the memory (exit code 5), lacks tensors, or has no chat template for a `chat`
+    prompt.
     """
     began = time.monotonic()
     ids, ends = encode(checkpoint, settings), ends_of_text(checkpoint)
     model = load_model(checkpoint, dtype, device, ids.shape[1] + settings.tokens)
     loaded = time.monotonic()
     tokenizer = checkpoint.tokenizer
-    recorder = _Recorder(ids.shape[1], first.ids if first and same_tokens else [])
+    recorder = _Recorder(first["ids"] if first else [])
     # Settings recommended by checkpoints are not used: models should differ by their weights alone.
     streamer = Streamer(tokenizer, stream) if stream else None
     given = ids.to(device)
     out = sampling.generate(model, given, settings, ends, logits_processor=[recorder], streamer=streamer)
     new = out[0, ids.shape[1] :].tolist()
-    recorder.note(new)
+    recorder.note(new[-1])
     seconds = time.monotonic() - loaded
     del model
     gc.collect()
     return_freed_pages()
-    made = Continuation(
-        source=checkpoint.source,
-        prompt_tokens=ids.shape[1],
-        ids=new,
-        text=decode(tokenizer, new),
-        probabilities=recorder.probabilities,
-        stop="length" if len(new) == settings.tokens and new[-1] not in ends else "end",
-        load_seconds=loaded - began,
-        seconds=seconds,
-    )
-    if first is None or not same_tokens:
-        return made
-    return replace(made, compared=True, parting=parting(tokenizer, made, first, recorder.of_expected))
+    made = {
+        "source": checkpoint.source,
+        "prompt_tokens": ids.shape[1],
+        "ids": new,
+        "text": decode(tokenizer, new),
+        "probabilities": recorder.probabilities,
+        "stop": "length" if len(new) == settings.tokens and new[-1] not in ends else "end",
+        "load_seconds": loaded - began,
+        "seconds": seconds,
+        "compared": first is not None,
+    }
+    return made | {"parting": parting(tokenizer, made, first, recorder.of_expected) if first else None}
 
 
 def encode(checkpoint: Checkpoint, settings: GenerateSettings) -> Tensor:
@@ -175,26 +139,24 @@ def encode(checkpoint: Checkpoint, settings: GenerateSettings) -> Tensor:
 class _Recorder(transformers.LogitsProcessor):
     """Records the probabilities of the chosen tokens, and those of the tokens `expected` in their place."""
 
-    def __init__(self, prompt_tokens: int, expected: Sequence[int]):
-        self.prompt_tokens = prompt_tokens
+    def __init__(self, expected: Sequence[int]):
         self.expected = expected
         self.probabilities: list[float] = []
         self.of_expected: list[float] = []
-        self._last: Tensor | None = None
+        self._next: Tensor | None = None  # probabilities of the token that is chosen next
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.note(input_ids[0, self.prompt_tokens :].tolist())
-        self._last = torch.softmax(scores[0].float(), -1)
+        if self._next is not None:
+            self.note(int(input_ids[0, -1]))
+        self._next = torch.softmax(scores[0].float(), -1)
         return scores
 
-    def note(self, ids: list[int]) -> None:
-        """Record the probability of the last chosen token. Call before the next is chosen, and at the end."""
-        if self._last is None or not ids:
-            return
+    def note(self, chosen: int) -> None:
+        """Record the probability of a chosen token; `generate` ends without a call for the last one."""
         index = len(self.probabilities)
-        self.probabilities.append(self._last[ids[index]].item())
+        self.probabilities.append(self._next[chosen].item())
         if index < len(self.expected):
-            self.of_expected.append(self._last[self.expected[index]].item())
+            self.of_expected.append(self._next[self.expected[index]].item())
 
 
 class Streamer(TextStreamer):
@@ -224,24 +186,30 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 def parting(
     tokenizer: Any, made: Continuation, first: Continuation, of_expected: Sequence[float]
-) -> Parting | None:
-    """Return the first difference of `made` from `first`; None if one is the beginning of the other.
-    of_expected: probabilities that this model gave to the first model's tokens."""
-    index = first_difference(made.ids, first.ids)
-    if index is None or index >= min(len(made.ids), len(first.ids)):  # one text is the beginning of the other
+) -> dict[str, Any] | None:
+    """Return the first token of `made` that differs from `first` as JSON; None if one is the beginning of the
+    other. of_expected: probabilities that this model gave to the first model's tokens.
+
+    index: its position among the new tokens. token, probability: this model's choice. expected: the first
+    model's choice, with its probability in the first model (`probability_there`) and in this model
+    (`probability_of_expected`). start, end: characters of the token in this model's text.
+    """
+    ids, others = made["ids"], first["ids"]
+    index = first_difference(ids, others)
+    if index is None or index >= min(len(ids), len(others)):  # one text is the beginning of the other
         return None
-    before = through = decode(tokenizer, made.ids[:index]).rstrip(BROKEN)
-    for end in range(index + 1, len(made.ids) + 1):  # a character may take several tokens
-        through = decode(tokenizer, made.ids[:end]).rstrip(BROKEN)
+    before = through = decode(tokenizer, ids[:index]).rstrip(BROKEN)
+    for end in range(index + 1, len(ids) + 1):  # a character may take several tokens
+        through = decode(tokenizer, ids[:end]).rstrip(BROKEN)
         if len(through) > len(before):
             break
-    return Parting(
-        index=index,
-        token=tokenizer.decode([made.ids[index]]),
-        probability=made.probabilities[index],
-        expected=tokenizer.decode([first.ids[index]]),
-        probability_of_expected=of_expected[index],
-        probability_there=first.probabilities[index],
-        start=len(before),
-        end=len(through),
-    )
+    return {
+        "index": index,
+        "token": tokenizer.decode([ids[index]]),
+        "probability": made["probabilities"][index],
+        "expected": tokenizer.decode([others[index]]),
+        "probability_of_expected": of_expected[index],
+        "probability_there": first["probabilities"][index],
+        "start": len(before),
+        "end": len(through),
+    }

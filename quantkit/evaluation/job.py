@@ -56,7 +56,7 @@ def measure(
         asked.weights_only, memory, engine,
     )  # fmt: skip
     task_settings = harness.record() if harness else None
-    made = record(text.protocol, precision, device, measured, chosen, limits, task_settings)
+    made = record(text.protocol, precision, device, measured, limits, task_settings)
     if described and distributed.rank() == 0:
         card.add(made, described)
     return made

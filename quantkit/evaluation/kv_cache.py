@@ -2,7 +2,7 @@
 
 transformers' attention passes keys (after their rotary embedding) and values to a cache object and computes
 with the returned tensors. The cache objects here return all keys and values of a window, rounded by
-kv_rounding.py.
+the functions at the end of this file.
 """
 
 from __future__ import annotations
@@ -10,32 +10,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from quantkit.errors import UNSUPPORTED, require
-from quantkit.evaluation import kv_rounding
-from quantkit.evaluation.kv_rounding import KvRounding
+from quantkit.errors import UNSUPPORTED, QuantkitError, require
+from quantkit.grids.ggml import named as ggml_grid
+from quantkit.grids.grid import group
 from quantkit.layouts import Layout
-from quantkit.models import kv_types
+from quantkit.models.kv_types import BLOCK, TYPES
 from quantkit.models.skeleton import Skeleton
 
 EMPTY: Mapping = MappingProxyType({})
+ROTATED = 64  # smallest rotation in llama.cpp
 PARAMETERS = ("past_key_values", "past_key_value", "layer_past")  # names of forward's parameter for the cache
-
-
-@dataclass(frozen=True)
-class Kv:
-    """The quantized cache of a result. dtype: a name of `kv_types.TYPES`. keeper: engine that rounds so.
-    bytes_per_value: scales included. layers: number of the `blocks` blocks that have a cache."""
-
-    dtype: str
-    keeper: str
-    bytes_per_value: float
-    layers: int
-    blocks: int
 
 
 class KvCache:
@@ -44,29 +35,37 @@ class KvCache:
 
     def __init__(self, name: str, scales: Mapping[tuple[int, str], tuple[Tensor, Tensor]] = EMPTY):
         self.name, self._scales = name, scales if name == "fp8" else EMPTY
-        self._rounding = kv_rounding.named(name)
-        self._modules: dict[int, list[_RoundedModule]] = {}  # by block
+        self._rounding = rounding_of(name)
+        self._modules: dict[int, list[_ModuleCache]] = {}  # by block
 
     def attach(self, index: int, block: nn.Module) -> None:
         """Make block `index` use this cache; do nothing if it does already."""
-        if index not in self._modules:
-            modules = [(*pair, name) for pair in block.named_modules() if (name := _parameter(pair[1]))]
-            self._modules[index] = [
-                _RoundedModule(module, name, self._rounding_of(index, attention))
-                for attention, module, name in modules
-            ]
+        if index in self._modules:
+            return
+        self._modules[index] = []
+        for name, module in list(block.named_modules()):
+            parameters = inspect.signature(module.forward).parameters
+            if parameter := next((word for word in PARAMETERS if word in parameters), None):
+                cache = _ModuleCache(self._rounding_of(index, name))
+                module.forward = _with_cache(module.forward, parameter, cache)
+                self._modules[index].append(cache)
 
     def _rounding_of(self, index: int, attention: str) -> KvRounding:
         scales = self._scales.get((index, attention))
-        return kv_rounding.scaled(*scales) if scales else self._rounding
+        return scaled(*scales) if scales else self._rounding
 
-    def describe(self, source: str) -> Kv:
-        """Describe the cache after a run. Raises QuantkitError for a model without keys and values."""
+    def describe(self, source: str) -> dict[str, Any]:
+        """Return the cache after a run as JSON: its type, the engine that rounds so, bytes per value with
+        scales, and how many of the model's blocks have a cache. Raises QuantkitError if none has."""
         layers = sum(any(module.used for module in modules) for modules in self._modules.values())
         what = f"{source} keeps no keys and values: there is nothing to quantize"
         require(layers, what, "leave out --kv-dtype", UNSUPPORTED)
-        kind = kv_types.TYPES[self.name]
-        return Kv(self.name, kind.keeper, float(kind.nbytes), layers, len(self._modules))
+        kind = TYPES[self.name]
+        blocks, size = len(self._modules), float(kind.nbytes)
+        return {
+            "dtype": self.name, "keeper": kind.keeper, "bytes_per_value": size, "layers": layers,
+            "blocks": blocks,
+        }  # fmt: skip
 
 
 def stored_scales(skeleton: Skeleton) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
@@ -83,41 +82,12 @@ def stored_scales(skeleton: Skeleton) -> dict[tuple[int, str], tuple[Tensor, Ten
     return stored
 
 
-def _parameter(module: nn.Module) -> str | None:
-    """Return the name of the parameter of `module.forward` that takes the cache, or None."""
-    names = inspect.signature(module.forward).parameters
-    return next((name for name in PARAMETERS if name in names), None)
-
-
-class _RoundedModule:
-    """Replaces the forward of a module that takes a cache, and gives it a rounding one. used: whether the
-    module passed keys and values to the cache."""
-
-    def __init__(self, module: nn.Module, parameter: str, rounding: KvRounding):
-        self.used, self._parameter, self._rounding = False, parameter, rounding
-        self._forward: Callable[..., Any] = module.forward
-        self._signature = inspect.signature(module.forward)
-        module.forward = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        reading = _Reading(self._rounding)
-        bound = self._signature.bind(*args, **kwargs)
-        bound.arguments[self._parameter] = reading
-        try:
-            out = self._forward(*bound.args, **bound.kwargs)
-        except _OtherCache:  # recurrent layers and indexers are not quantized
-            bound.arguments[self._parameter] = None
-            return self._forward(*bound.args, **bound.kwargs)
-        self.used = self.used or reading.used
-        return out
-
-
 class _OtherCache(AttributeError):
     """Raised if a module uses an attribute that a cache of keys and values does not have."""
 
 
-class _Reading:
-    """The cache for one call of one module. used: whether it received keys and values."""
+class _ModuleCache:
+    """The cache that a module sees: empty before each window. used: whether it received keys and values."""
 
     def __init__(self, rounding: KvRounding):
         self._rounding, self.used = rounding, False
@@ -133,3 +103,98 @@ class _Reading:
         """Return keys and values `[batch, heads, tokens, head_dim]` after rounding."""
         self.used = True
         return self._rounding.keys(keys), self._rounding.values(values)
+
+
+def _with_cache(forward: Callable[..., Any], parameter: str, cache: _ModuleCache) -> Callable[..., Any]:
+    """Return a forward function that passes the cache as `parameter`."""
+    signature = inspect.signature(forward)
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments[parameter] = cache
+        try:
+            return forward(*bound.args, **bound.kwargs)
+        except _OtherCache:  # recurrent layers and indexers are not quantized
+            cache.used = False
+            bound.arguments[parameter] = None
+            return forward(*bound.args, **bound.kwargs)
+
+    return replaced
+
+
+# ---- rounding, as engines compute it: of `[batch, heads, tokens, head_dim]`, in the model's dtype
+
+
+@dataclass(frozen=True)
+class KvRounding:
+    """The functions that round keys and values. A token's own query also sees the rounded values."""
+
+    keys: Callable[[Tensor], Tensor]
+    values: Callable[[Tensor], Tensor]
+
+
+def rounding_of(name: str) -> KvRounding:
+    """Return the rounding for a name of `kv_types.TYPES`. Raises QuantkitError for transformers' quantized
+    caches, which do not round the last 128 tokens."""
+    if TYPES[name].keeper.startswith("transformers"):
+        hint = "choose q8_0 or q4_0 (llama.cpp), fp8 (vLLM) or a float"
+        raise QuantkitError(f"--kv-dtype {name}: caches of transformers are not measured", hint, UNSUPPORTED)
+    if name in ("float32", "bfloat16", "float16"):
+        return KvRounding(*[partial(_cast, getattr(torch, name))] * 2)
+    if name == "fp8":
+        return KvRounding(_fp8, _fp8)
+    grid = name.upper()
+    return KvRounding(partial(_ggml, grid, False), partial(_ggml, grid, True))
+
+
+def _cast(dtype: torch.dtype, x: Tensor) -> Tensor:
+    return x.to(dtype).to(x.dtype)
+
+
+def _fp8(x: Tensor) -> Tensor:
+    """Round as vLLM's `fp8`: to e4m3 with scale 1; values out of range become the largest."""
+    most = torch.finfo(torch.float8_e4m3fn).max
+    return x.clamp(-most, most).to(torch.float8_e4m3fn).to(x.dtype)
+
+
+def scaled(keys: Tensor, values: Tensor) -> KvRounding:
+    """Return the rounding `fp8` with calibrated scales, one number each (stored `k_scale`, `v_scale`)."""
+    return KvRounding(partial(_fp8_scaled, keys), partial(_fp8_scaled, values))
+
+
+def _fp8_scaled(scale: Tensor, x: Tensor) -> Tensor:
+    scale = scale.to(x)
+    return _fp8(x / scale) * scale
+
+
+def _ggml(name: str, small: bool, x: Tensor) -> Tensor:
+    """Round as llama.cpp: in ggml blocks of 32 values along a head. If the head's width is a multiple of 64,
+    a Hadamard matrix first rotates each head (llama.cpp #21038). The matrix has size 64 for values (`small`).
+    For keys its size is the largest power of 2 that divides the width.
+
+    The rounded values are rotated back, which equals llama.cpp's rotation of queries and outputs. Raises
+    QuantkitError if the width is not a multiple of 32, which llama.cpp rejects.
+    """
+    width = x.shape[-1]
+    hint = f"llama.cpp keeps no {name.lower()} cache of this model: choose fp8 or a float"
+    require(width % BLOCK == 0, f"a head of {width} values is not a multiple of {BLOCK}", hint, UNSUPPORTED)
+    size = ROTATED if small else width & -width  # the largest power of 2 that divides it
+    turn = sylvester(size, x.device) if width % ROTATED == 0 else None
+    turned = x.float() if turn is None else _turn(x.float(), turn)
+    grid, rows = ggml_grid(name), turned.reshape(-1, BLOCK)
+    codes, params = grid.quantize(rows)
+    read = grid.decode(codes, group(params, 0)).view(turned.shape)
+    return (read if turn is None else _turn(read, turn)).to(x.dtype)
+
+
+def sylvester(size: int, device: torch.device | None = None) -> Tensor:
+    """Return Sylvester's orthonormal matrix `[size, size]`, float32, its own inverse; size: a power of 2."""
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / size**0.5
+
+
+def _turn(x: Tensor, turn: Tensor) -> Tensor:
+    """Multiply each `len(turn)` values of a head by the matrix `turn`, which is its own inverse."""
+    return (x.unflatten(-1, (-1, len(turn))) @ turn).flatten(-2)

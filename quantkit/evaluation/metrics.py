@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,74 +44,39 @@ class Scores:
         return Scores(**{name: torch.cat([getattr(scores, name) for scores in gathered]) for name in names})
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A mean and its standard error."""
-
-    value: float
-    stderr: float
-
-
-@dataclass(frozen=True)
-class Increase:
-    """Increase of the perplexity over the base's; `relative`: divided by the base's. Paired by token."""
-
-    value: float
-    stderr: float
-    relative: float
-    relative_stderr: float
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """KL divergence from the base over scored tokens, in nats. p99: 99th percentile, interpolated."""
-
-    mean: float
-    stderr: float
-    median: float
-    p99: float
-    max: float
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """The metrics of one model. dppl, kld, top1: None for the base itself, or if not requested."""
-
-    nll: Estimate
-    ppl: Estimate
-    dppl: Increase | None
-    kld: Divergence | None
-    top1: float | None
-
-
 def select(names: str | None) -> frozenset[str]:
     """Parse a comma-separated list of metrics; None: all. Raises QuantkitError for an unknown name."""
     chosen = SELECTABLE if names is None else tuple(name.strip() for name in names.split(","))
     return frozenset(one_of(name, SELECTABLE, f"--metrics: no metric is called {name!r}") for name in chosen)
 
 
-def summarize(scores: Scores, base: Scores | None, chosen: frozenset[str]) -> Metrics:
-    """Return the metrics of one model. base: scores of the same tokens; None for the base itself."""
+def summarize(scores: Scores, base: Scores | None, chosen: frozenset[str]) -> dict[str, Any]:
+    """Return the metrics of one model as JSON: nll and ppl, and the chosen ones of dppl, kld and top1.
+
+    base: scores of the same tokens; None for the base itself, whose dppl, kld and top1 are None.
+    """
     nll = estimate(scores.nll)
-    ppl = exp(nll.value)
-    return Metrics(
-        nll=nll,
-        ppl=Estimate(ppl, ppl * nll.stderr),
-        dppl=increase(scores.nll, base.nll) if base and "dppl" in chosen else None,
-        kld=divergence(scores.kld) if scores.kld is not None else None,
-        top1=scores.agree.double().mean().item() if scores.agree is not None else None,
-    )
+    ppl = exp(nll["value"])
+    metrics = {
+        "nll": nll,
+        "ppl": {"value": ppl, "stderr": ppl * nll["stderr"]},
+        "dppl": increase(scores.nll, base.nll) if base else None,
+        "kld": divergence(scores.kld) if scores.kld is not None else None,
+        "top1": scores.agree.double().mean().item() if scores.agree is not None else None,
+    }
+    return {name: metrics[name] for name in metrics if name in chosen | {"nll", "ppl"}}
 
 
-def estimate(values: Tensor) -> Estimate:
-    """Return the mean of `values [tokens]` and its standard error, in float64 (NaN for a single token)."""
+def estimate(values: Tensor) -> dict[str, float]:
+    """Return mean and standard error of `values [tokens]`, in float64 (NaN for a single token)."""
     values = values.double()
     spread = values.std().item() if len(values) > 1 else math.nan
-    return Estimate(values.mean().item(), spread / math.sqrt(len(values)))
+    return {"value": values.mean().item(), "stderr": spread / math.sqrt(len(values))}
 
 
-def increase(nll: Tensor, base_nll: Tensor) -> Increase:
-    """Return the increase of the perplexity of `nll [tokens]` over that of `base_nll [tokens]`.
+def increase(nll: Tensor, base_nll: Tensor) -> dict[str, float]:
+    """Return the increase of the perplexity of `nll [tokens]` over that of `base_nll [tokens]`, absolute and
+    relative, with standard errors.
 
     By the delta method, `exp(mean a) - exp(mean b)` has the variance of the mean of
     `exp(mean a) a - exp(mean b) b`. The ratio's variance follows from the mean of `a - b`.
@@ -118,21 +84,22 @@ def increase(nll: Tensor, base_nll: Tensor) -> Increase:
     ours, theirs = nll.double(), base_nll.double()
     ppl, base_ppl = exp(ours.mean().item()), exp(theirs.mean().item())
     difference = estimate(ours - theirs)
-    ratio = exp(difference.value)
-    return Increase(
-        value=ppl - base_ppl,
-        stderr=estimate(ppl * ours - base_ppl * theirs).stderr,
-        relative=ratio - 1,
-        relative_stderr=ratio * difference.stderr,
-    )
+    ratio = exp(difference["value"])
+    return {
+        "value": ppl - base_ppl,
+        "stderr": estimate(ppl * ours - base_ppl * theirs)["stderr"],
+        "relative": ratio - 1,
+        "relative_stderr": ratio * difference["stderr"],
+    }
 
 
-def divergence(kld: Tensor) -> Divergence:
-    """Return mean, standard error, median, p99 and maximum of `kld [tokens]`."""
-    whole = estimate(kld)
+def divergence(kld: Tensor) -> dict[str, float]:
+    """Return mean, standard error, median, p99 and maximum of `kld [tokens]`, in nats."""
+    mean = estimate(kld)
     values = kld.double().numpy()  # torch.quantile takes no more than 16 million values
     median, p99 = np.quantile(values, (0.5, 0.99)).tolist()
-    return Divergence(whole.value, whole.stderr, median, p99, values.max().item())
+    ranked = {"median": median, "p99": p99, "max": values.max().item()}
+    return {"mean": mean["value"], "stderr": mean["stderr"]} | ranked
 
 
 def exp(value: float) -> float:

@@ -11,7 +11,6 @@ import torch
 from quantkit.evaluation import evaluate
 from quantkit.evaluation.comparison import card
 from quantkit.evaluation.comparison.record import record
-from quantkit.evaluation.metrics import select
 from quantkit.evaluation.stream import Listener
 from quantkit.evaluation.windows import Windows
 from quantkit.models.files.checkpoint import Checkpoint
@@ -71,5 +70,5 @@ def measure(
     """Open a job's outputs; return the JSON of original and outputs, with all metrics, in float32."""
     trusted = original.trust_remote_code
     models = [original, *(open_checkpoint(str(path), trust_remote_code=trusted) for path in made)]
-    measured, chosen = evaluate.evaluate(models, windows, torch.float32, device, listen), select(None)
-    return record(windows.protocol, torch.float32, device, measured, chosen)
+    measured = evaluate.evaluate(models, windows, torch.float32, device, listen)
+    return record(windows.protocol, torch.float32, device, measured)

@@ -19,9 +19,8 @@ import transformers
 from torch import Tensor
 
 from quantkit.errors import RESOURCES, UNSUPPORTED, USAGE, QuantkitError, require
-from quantkit.evaluation.sampling import generation_config
+from quantkit.evaluation.sampling import generation_config, load_model
 from quantkit.evaluation.settings import SampleSettings, Sampling
-from quantkit.evaluation.whole_model import load_model
 from quantkit.models.files import atomic
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.quantize.staging.may_replace import check_place
@@ -107,15 +106,14 @@ def write(
 def check_output(output: Path, overwrite: bool) -> None:
     """Raise QuantkitError if `output` cannot be written. An existing file is replaced only with `overwrite`,
     and only if `quantkit sample` wrote it."""
-    if not output.parent.is_dir():
-        raise QuantkitError(f"no such folder: {output.parent}", "make it, or choose another -o", USAGE)
+    folder = output.parent
+    require(folder.is_dir(), f"no such folder: {folder}", "make it, or choose another -o", USAGE)
     check_place(output)
     if not os.path.lexists(output):
         return
-    if output.is_symlink() or not output.is_file():
-        raise QuantkitError(f"{output} is not a plain file", "choose another -o, such as own.jsonl", USAGE)
+    plain = output.is_file() and not output.is_symlink()
+    require(plain, f"{output} is not a plain file", "choose another -o, such as own.jsonl", USAGE)
     require(overwrite, f"{output} exists", "choose another -o, or replace it with --overwrite", USAGE)
     with open(output, "rb") as file:
-        first = file.read(9)
-    if first not in (b'{"text": ', b""):
-        raise QuantkitError(f"{output} was not written by quantkit sample", "choose another -o", USAGE)
+        written = file.read(9) in (b'{"text": ', b"")
+    require(written, f"{output} was not written by quantkit sample", "choose another -o", USAGE)

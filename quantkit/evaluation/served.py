@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from quantkit.errors import DAMAGED, VERIFICATION, QuantkitError, refuse_problems
-from quantkit.evaluation import evaluate, windows
+from quantkit.evaluation import audit, evaluate, windows
 from quantkit.evaluation.comparison.columns import number
 from quantkit.evaluation.engines import Engine
 from quantkit.evaluation.settings import EvalSettings
@@ -28,16 +28,20 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def verify(
-    source: str, base: str | None, asked: EvalSettings, progress: Progress, trust_remote_code: bool = False
-) -> dict:
-    """Verify a checkpoint with `inspection.verify`; if it is undamaged, run it in the requested engine as
-    well. Return JSON."""
+    source: str, base: str | None, asked: EvalSettings, progress: Progress, trust_remote_code: bool = False,
+    reproduce: str | int | None = None, seed: int | None = None, calibration: str | None = None,
+) -> dict:  # fmt: skip
+    """Verify a checkpoint with `inspection.verify`, run an undamaged one in the requested engine, and solve
+    blocks again. Return JSON. reproduce: number of blocks, or `all`. seed, calibration: see `audit.add`."""
+    blocks = audit.wanted(reproduce, base)
     engine = Engine.find(asked.engine, asked.python, asked.engine_option)
     record = verification.verify(source, base, progress.counting, trust_remote_code) | {"engine": None}
     if engine and not record["problems"]:
         paths = [source, base] if base else [source]
         opened = [open_checkpoint(path, trust_remote_code=trust_remote_code) for path in paths]
         record["engine"] = check(engine, opened, progress.evaluating)
+    if reproduce is not None:
+        audit.add(record, base, blocks, seed, calibration, trust_remote_code, progress)
     return record
 
 
@@ -80,8 +84,8 @@ def _difference(engine: Engine, checkpoint: Checkpoint, listen: Listener) -> tup
     ctx, chosen = min(TOKENS, checkpoint.context or TOKENS), frozenset({"kld"})
     text = windows.load(checkpoint, None, ctx, limit=ctx)
     model = StreamedModel.open(checkpoint, torch.float32, torch.device("cpu"))
-    decoded = evaluate.Measured(model, evaluate.run(model, text, listen))
+    decoded = evaluate.run(model, text, listen)
     scores, facts = evaluate.in_engine(engine, decoded, text, None, chosen, listen)
     dtype = DTYPES.get(facts["dtype"], torch.bfloat16)
     floor = evaluate.measure_floor(decoded, scores, text, chosen, listen, dtype)
-    return facts, floor.metrics.kld.mean, text.protocol.tokens
+    return facts, floor["metrics"]["kld"]["mean"], text.protocol.tokens

@@ -1,9 +1,10 @@
 """The flags of `quantkit eval`, `generate` and `sample`. Those of `eval` are the options of
-`quantkit.evaluate`, too. This module imports torch for one error only."""
+`quantkit.evaluate`, too. This module does not import torch."""
 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import MISSING, dataclass
 from typing import Literal
 
@@ -101,14 +102,27 @@ class EvalSettings:
         without = self.engine or not (self.python or self.engine_option)
         require(without, "--python and --engine-option need --engine", "add --engine NAME", USAGE)
         for typed in self.trials:
-            name, *settings = typed.split(",")
-            if name not in methods.available():
-                from quantkit.evaluation.trial import data_free  # imports torch
+            trial_method(typed)
 
-                near = did_you_mean(nearest(name, methods.available()))
-                hint = f"{near}choose {' or '.join(data_free())}"
-                raise QuantkitError(f"--as {typed}: no such method", hint, USAGE)
-            recipe.method_with(name, settings, "--as").check()
+
+def trial_method(typed: str) -> methods.Method:
+    """Return the method of `--as`, `METHOD` or `METHOD,OPTION=VALUE,…`. Raises QuantkitError."""
+    name, *settings = typed.split(",")
+    if name not in methods.available():
+        hint = f"{did_you_mean(nearest(name, methods.available()))}choose {' or '.join(data_free())}"
+        raise QuantkitError(f"--as {typed}: no such method", hint, USAGE)
+    method = recipe.method_with(name, settings, "--as")
+    method.check()
+    return method
+
+
+def data_free() -> list[str]:
+    """Return the names of the methods that need no calibration text by default."""
+    names = []
+    for name in methods.available():
+        with suppress(QuantkitError):  # raised by methods that make no checkpoint
+            names += [] if methods.create(name).build().needs else [name]
+    return names
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Precisions of a key/value cache, by name: bytes of a value including scales, and engines that support it.
 
-Shared by `eval`, `plan`, `serve`, `chat` and `bench`. How each rounds: `evaluation/kv_rounding.py`.
+Shared by `eval`, `plan`, `serve`, `chat` and `bench`. How each rounds: `evaluation/kv_cache.py`.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def test_client_quantizes_keys_and_values_as_eval_does(folders, client):
     model = StreamedModel.open(open_checkpoint(str(folders["cache"])), torch.float32, torch.device("cpu"))
     hidden = next(iter(model.states([ids], lambda *progress: None)))
     assert_sums(model.skeleton.logits(hidden[0]).float(), client["cache"]["logits"], 1e-5)
-    assert (model.kv.dtype, model.kv.layers) == ("fp8", 2)
+    assert (model.kv["dtype"], model.kv["layers"]) == ("fp8", 2)
 
 
 def bfloat16(values: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ METRICS = {"perplexity": "ppl.value", "kl_divergence": "kld.mean", "top1_agreeme
 
 
 def check(path: Path, models: Sequence[str]) -> None:
-    """Raise QuantkitError unless `place` is one of the models, in a local folder or file, and not the first
+    """Raise QuantkitError unless `path` is one of the models, in a local folder or file, and not the first
     of several, which the others are compared with."""
     same = [path.exists() and Path(name).exists() and os.path.samefile(name, path) for name in models]
     require(any(same), f"--card {path} is not one of the models", f"add {path} to the models", USAGE)
@@ -24,7 +24,7 @@ def check(path: Path, models: Sequence[str]) -> None:
 
 
 def add(record: dict, output: Path) -> None:
-    """Write the results of the model at `place` into its card. Results of an earlier call are replaced."""
+    """Write the results of the model at `output` into its card. Results of an earlier call are replaced."""
     from huggingface_hub.repocard_data import EvalResult, eval_results_to_model_index
 
     local = [row for row in record["models"] if Path(row["source"]).exists()]

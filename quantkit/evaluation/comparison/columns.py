@@ -10,11 +10,6 @@ from quantkit.evaluation.comparison.gates import look_up
 from quantkit.tables import MODEL_BITS, megabytes
 
 NOTHING = "–"
-UNITS = {  # shown on the page if header and cells name no unit
-    "kv bits": "bits/value",
-    MODEL_BITS: "bits/weight",
-    **dict.fromkeys(("KL divergence", "from decode", "KL median", "KL 99 %", "KL max"), "nats/token"),
-}
 LOSS_NAMES = {"metrics.kld.mean": "KL divergence", "metrics.ppl.value": "perplexity"}
 UNREADABLE = 1e4  # larger values are written with an exponent
 
@@ -23,14 +18,15 @@ UNREADABLE = 1e4  # larger values are written with an exponent
 class Column:
     """A column. meaning: explanation of the header. cell: returns the text for a model's record.
 
-    needs: the column appears, also in the row of the noise floor, only if this metric was measured; None: the
-    column always appears, but not for the noise floor.
+    needs: the column appears, also in the row of the noise floor, only if this was measured; None: the column
+    always appears, but not for the noise floor. unit: for the page, if header and cells name none.
     """
 
     header: str
     meaning: str
     cell: Callable[[dict], str]
     needs: str | None = None
+    unit: str = ""
 
 
 def number(value: float | None) -> str:
@@ -63,15 +59,22 @@ def _at(path: str, write: Callable[[Any], str]) -> Callable[[dict], str]:
     return lambda model: write(look_up(model, path))
 
 
-KLD = "metrics.kld"
-KV = Column(
-    "kv bits",
-    "bits per value of a quantized key/value cache, scales included",
-    lambda model: bits(model["kv"] and 8 * model["kv"]["bytes_per_value"]) if "kv" in model else NOTHING,
-)
+def _divergence(header: str, meaning: str, path: str, needs: str = "kld") -> Column:
+    return Column(header, meaning, _at(path, number), needs, "nats/token")
+
+
 COLUMNS = (  # the most important first: narrow terminals cut a table in two
+    Column(
+        "kv bits",
+        "bits per value of a quantized key/value cache, scales included",
+        _at("kv.bytes_per_value", lambda nbytes: bits(nbytes and 8 * nbytes)),
+        "kv",
+        "bits/value",
+    ),
     Column("size", "bytes of all tensors", _at("size.weight_bytes", megabytes)),
-    Column(MODEL_BITS, "per weight over the whole model", _at("size.bits_per_weight", bits)),
+    Column(
+        MODEL_BITS, "per weight over the whole model", _at("size.bits_per_weight", bits), unit="bits/weight"
+    ),
     Column("bits/weight", "of quantized matrices", _at("size.bits_per_quantized_weight", bits)),
     Column("perplexity", "± standard error", _at("metrics.ppl", estimate)),
     Column(
@@ -80,49 +83,45 @@ COLUMNS = (  # the most important first: narrow terminals cut a table in two
         _at("metrics.dppl", lambda increase: estimate(increase, "+")),
         "dppl",
     ),
-    Column(
-        "KL divergence", "mean over tokens, from the first model, in nats", _at(f"{KLD}.mean", number), "kld"
-    ),
+    _divergence("KL divergence", "mean over tokens, from the first model, in nats", "metrics.kld.mean"),
     Column(
         "top-1",
         "tokens with the same most likely next token as the first model",
         _at("metrics.top1", percent),
         "top1",
     ),
-    Column(
+    _divergence(
         "from decode",
         "KL divergence of an engine from quantkit's decode of the same model, in nats",
-        _at("engine.difference.mean", number),
+        "engine.difference.mean",
         "engine",
     ),
 )
 DISTRIBUTION = (
-    Column("KL median", "of the tokens' KL divergences", _at(f"{KLD}.median", number), "kld"),
-    Column("KL 99 %", "99th percentile of the tokens' KL divergences", _at(f"{KLD}.p99", number), "kld"),
-    Column("KL max", "of the tokens' KL divergences", _at(f"{KLD}.max", number), "kld"),
+    _divergence("KL median", "of the tokens' KL divergences", "metrics.kld.median"),
+    _divergence("KL 99 %", "99th percentile of the tokens' KL divergences", "metrics.kld.p99"),
+    _divergence("KL max", "of the tokens' KL divergences", "metrics.kld.max"),
 )
 
 
 def columns(record: dict) -> list[Column]:
     """Return the columns for the measured figures, without the column of names."""
-    compared = len(record["models"]) > 1
-    measured = {None, *(record["models"][0]["metrics"] if compared else ())}
-    measured |= {"engine"} if any(model.get("engine") for model in record["models"]) else set()
-    front = set(record["pareto"]["models"]) if compared else ()
-    loss = LOSS_NAMES[record["pareto"]["loss"]]
+    models, pareto = record["models"], record["pareto"]
+    compared = len(models) > 1
+    measured = {None, *(models[0]["metrics"] if compared else ())}
+    measured |= {key for key in ("kv", "engine") if any(model.get(key) for model in models)}
     on_front = Column(
         "front",
-        f"on the Pareto front: no other model is as small with as low a {loss}",
-        lambda model: "yes" if model["source"] in front else "",
+        f"on the Pareto front: no other model is as small with as low a {LOSS_NAMES[pareto['loss']]}",
+        lambda model: "yes" if model["source"] in pareto["models"] else "",
     )
     tasks = dict.fromkeys(  # each metric of each task that any model has
         (task, metric)
-        for model in record["models"]
+        for model in models
         for task, metrics in (model["tasks"] or {}).items()
         for metric in metrics
     )
-    cached = [KV] if any(model.get("kv") for model in record["models"]) else []
-    shown = (*cached, *COLUMNS, *([on_front] if compared else ()), *DISTRIBUTION)
+    shown = (*COLUMNS, *([on_front] if compared else ()), *DISTRIBUTION)
     return [*(column for column in shown if column.needs in measured), *map(_task, tasks)]
 
 
@@ -144,7 +143,7 @@ def rows(record: dict) -> list[list[str]]:
         for model, label in zip(models, named, strict=True)
     ]
     if floor := record["noise_floor"]:
-        cells = [column.cell(floor) if column.needs else "" for column in columns(record)]
+        cells = [column.cell(floor) if column.needs in floor["metrics"] else "" for column in columns(record)]
         table.append(["(noise floor)", *cells])
     return table
 

@@ -26,6 +26,7 @@ INK, MUTED, FAINT, PAPER = "#1b1f24", "#59636e", "#e3e6ea", "#ffffff"
 CSS = "@media (prefers-color-scheme: dark){.plot{filter:invert(.9) hue-rotate(180deg)}}"
 NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # matplotlib writes these by default
 NOTE = "note: "  # prefix of the ids of marks; the SVG shows the rest as tooltip
+FILE = 720, 440  # pixels of a plot in a file of its own
 PIXELS = 72  # per inch: one point is one pixel
 LONGEST_LABEL = 30  # maximum characters of a name; tooltip and table show all
 NAME, ROW = 220, 17  # pixels of a name in a legend
@@ -63,27 +64,27 @@ def theme(more: dict[str, str] | None = None) -> Iterator[None]:
         yield
 
 
-def document(figure: Figure, width: int = 720, height: int = 440) -> str:
-    """Return the text of an SVG file with title and both colour schemes. width, height: pixels."""
-    first, rest = svg(figure, width, height, titled=True).split(">", 1)
+def document(figure: Figure) -> str:
+    """Return the text of an SVG file with title and both colour schemes."""
+    first, rest = svg(figure, *FILE, titled=True).split(">", 1)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{first}><style>{CSS}</style>{rest}\n'
 
 
 def png(figure: Figure, path: Path) -> None:
-    """Write a PNG file, light and about 1440 × 880 pixels. Raises OSError."""
+    """Write a light PNG file of twice the size. Raises OSError."""
     with theme():
-        draw(figure, 720, 440, titled=True).savefig(path, dpi=2 * PIXELS, metadata={"Software": None})
+        draw(figure, *FILE, titled=True).savefig(path, dpi=2 * PIXELS, metadata={"Software": None})
 
 
 def draw(figure: Figure, width: int, height: int, titled: bool) -> Canvas:
     """Return a canvas with the plot. The legend above the plot adds to `height` (pixels)."""
-    named = [series for series in figure.series if not series.bare]
     columns = max(1, width // NAME)
-    tall = height + ROW * -(-len(named) // columns)
+    tall = height + ROW * -(-len(figure.series) // columns)
     canvas = Canvas((width / PIXELS, tall / PIXELS), layout="constrained")
     _plot(canvas.add_subplot(), figure)
     handles = [
-        Line2D([], [], label=shortened(s.label), ls="-" if s.joined else "", **_mark(s)) for s in named
+        Line2D([], [], label=shortened(s.label), ls="-" if s.joined else "", **_mark(s))
+        for s in figure.series
     ]
     title = figure.title if titled else ""
     canvas.legend(handles=handles, title=title, loc="outside upper left", ncols=columns, alignment="left")
@@ -108,13 +109,11 @@ def _plot(axes: Axes, figure: Figure) -> None:
         axes.step(*zip(*figure.front, strict=True), where="post", color=MUTED, lw=1)
     for series in figure.series:
         if series.joined:
-            style = {"ls": "--", "lw": 1} if series.bare else {}
-            axes.plot([p.x for p in series.points], [p.y for p in series.points], c=_colour(series), **style)
+            axes.plot([p.x for p in series.points], [p.y for p in series.points], c=_colour(series))
         for point in series.points:
             if point.low is not None and point.high is not None:
                 axes.vlines(point.x, point.low, point.high, color=_colour(series), lw=1)
-            if not series.bare:
-                axes.plot(point.x, point.y, gid=NOTE + shown(point.note), ls="", zorder=4, **_mark(series))
+            axes.plot(point.x, point.y, gid=NOTE + shown(point.note), ls="", zorder=4, **_mark(series))
     for axis, description in ((axes.xaxis, figure.x), (axes.yaxis, figure.y)):
         _scale(axes, axis, description)
 

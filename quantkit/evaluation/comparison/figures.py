@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from quantkit.evaluation.comparison.columns import LOSS_NAMES, estimate, label_by_source, number
@@ -10,7 +9,6 @@ from quantkit.evaluation.comparison.gates import look_up
 from quantkit.tables import megabytes
 
 KLD, KLD_AXIS = "metrics.kld.mean", "KL divergence, nats per token"
-LEAST_BAR = 0.04  # share of the points' range; marks hide shorter error bars
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Point:
 class Series:
     """The points of one model. joined: draw a line through the points.
 
-    colour: index into a palette. hollow: draw rings. bare: draw a dashed line without marks or legend entry.
+    colour: index into a palette. hollow: draw rings.
     """
 
     label: str
@@ -36,7 +34,6 @@ class Series:
     colour: int
     joined: bool
     hollow: bool = False
-    bare: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,29 +71,21 @@ class Figure:
     bars: str = ""
 
     def described(self) -> str:
-        """Return the caption; with the sentence on error bars if a bar is longer than a mark."""
-        scale = math.log if self.y.log else float
-        points = [point for series in self.series for point in series.points]
-        bars = [(scale(p.low), scale(p.high)) for p in points if p.low is not None and p.high is not None]
-        if not bars:
-            return self.caption
-        drawn = [p.y for p in points] + [line.value for line in self.lines if line.axis == "y"]
-        spread = scale(max(drawn)) - scale(min(drawn))
-        seen = any(high - low > LEAST_BAR * spread for low, high in bars)
-        return f"{self.caption} {self.bars}" if seen else self.caption
+        """Return the caption, with the sentence on error bars if there are any."""
+        points = (point for series in self.series for point in series.points)
+        drawn = any(p.low is not None and p.low < p.high for p in points)
+        return f"{self.caption} {self.bars}" if drawn else self.caption
 
 
 def figures(record: dict) -> list[Figure]:
     """Return a list with the plot of quality, or [] if there is nothing to draw."""
     made = quality(record)
-    return [made] if made and made.series else []
+    return [made] if len(record["models"]) > 1 and made.series else []
 
 
-def quality(record: dict) -> Figure | None:
-    """Return the plot of loss against size, or None for a single model. The first model, whose divergence is
-    0, is a line, since the axis is logarithmic."""
-    if len(record["models"]) < 2:
-        return None
+def quality(record: dict) -> Figure:
+    """Return the plot of loss against size. The first model, whose divergence is 0, is a line, since the axis
+    is logarithmic."""
     loss, front = record["pareto"]["loss"], set(record["pareto"]["models"])
     kld, labels = loss == KLD, label_by_source(record)
     series, absent, lines = [], [], []

@@ -24,17 +24,12 @@ NAMES = {  # metric -> its name, and whether it is written as a percentage
 
 @dataclass(frozen=True)
 class Gate:
-    """A limit. needs: name of the metric in --metrics. metric: path in a model's metrics, as `kld.mean`. op:
-    `<=` or `>=`."""
+    """A limit. metric: path in a model's metrics, as `kld.mean`. op: `<=` or `>=`."""
 
     flag: str
-    needs: str
     metric: str
     op: str
     limit: float
-
-    def passes(self, value: float | None) -> bool:
-        return value is not None and OPERATORS[self.op][0](value, self.limit)
 
 
 def parse(max_ppl_increase: str | None, max_kld: str | None, min_top1: str | None) -> list[Gate]:
@@ -43,20 +38,20 @@ def parse(max_ppl_increase: str | None, max_kld: str | None, min_top1: str | Non
     max_ppl_increase: `2%` (of the base's perplexity) or `0.5` (a difference of perplexities). max_kld: nats.
     min_top1: `0.9` or `90%`.
     """
+    relative = (max_ppl_increase or "").strip().endswith("%")
+    increase = "dppl.relative" if relative else "dppl.value"
     gates = []
-    if max_ppl_increase is not None:
-        metric = "dppl.relative" if max_ppl_increase.strip().endswith("%") else "dppl.value"
-        limit = _limit("--max-ppl-increase", max_ppl_increase, "2% or 0.5")
-        gates.append(Gate("--max-ppl-increase", "dppl", metric, "<=", limit))
-    if max_kld is not None:
-        gates.append(Gate("--max-kld", "kld", "kld.mean", "<=", _limit("--max-kld", max_kld, "0.05")))
-    if min_top1 is not None:
-        limit = _limit("--min-top1", min_top1, "0.9 or 90%", most=1.0)
-        gates.append(Gate("--min-top1", "top1", "top1", ">=", limit))
+    for flag, metric, op, text, example, most in (
+        ("--max-ppl-increase", increase, "<=", max_ppl_increase, "2% or 0.5", math.inf),
+        ("--max-kld", "kld.mean", "<=", max_kld, "0.05", math.inf),
+        ("--min-top1", "top1", ">=", min_top1, "0.9 or 90%", 1.0),
+    ):
+        if text is not None:
+            gates.append(Gate(flag, metric, op, _limit(flag, text, example, most)))
     return gates
 
 
-def _limit(flag: str, text: str, example: str, most: float = math.inf) -> float:
+def _limit(flag: str, text: str, example: str, most: float) -> float:
     """Parse a limit; a percentage becomes a share of 1. Raises QuantkitError."""
     percent = text.strip().endswith("%")
     try:
@@ -71,8 +66,9 @@ def _limit(flag: str, text: str, example: str, most: float = math.inf) -> float:
 def check(gates: Sequence[Gate], chosen: frozenset[str], candidates: int) -> None:
     """Raise QuantkitError if a gate's metric is not measured, or if there are no candidates."""
     for gate in gates:
-        what = f"{gate.flag} needs {gate.needs}, which --metrics leaves out"
-        require(gate.needs in chosen, what, f"add {gate.needs}", USAGE)
+        needed = gate.metric.partition(".")[0]
+        what = f"{gate.flag} needs {needed}, which --metrics leaves out"
+        require(needed in chosen, what, f"add {needed}", USAGE)
     for gate in gates[:1]:
         what = f"{gate.flag} compares candidates to the first model, but there is no candidate"
         require(candidates, what, "give a second checkpoint, or --as METHOD", USAGE)
@@ -88,18 +84,14 @@ def look_up(model: dict, path: str) -> float | None:
 
 def judge(gates: Sequence[Gate], models: Sequence[dict]) -> list[dict]:
     """Return the verdict of every gate on every candidate as JSON. models: records, the base first."""
-    return [
-        {
-            "metric": gate.metric,
-            "op": gate.op,
-            "limit": gate.limit,
-            "model": model["source"],
-            "value": (value := look_up(model["metrics"], gate.metric)),
-            "pass": gate.passes(value),
-        }
-        for gate in gates
-        for model in models[1:]
-    ]
+    verdicts = []
+    for gate in gates:
+        for model in models[1:]:
+            value = look_up(model["metrics"], gate.metric)
+            passed = value is not None and OPERATORS[gate.op][0](value, gate.limit)
+            limit = {"metric": gate.metric, "op": gate.op, "limit": gate.limit}
+            verdicts.append(limit | {"model": model["source"], "value": value, "pass": passed})
+    return verdicts
 
 
 def describe(verdict: dict, label: str) -> str:

@@ -1,52 +1,47 @@
-"""The versioned JSON of a comparison: `quantkit.eval/3`, described in eval-3.json."""
+"""The versioned JSON of a comparison, `quantkit.eval/3`, described in eval-3.json: written, read and merged.
+
+Records of different protocols are not merged.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit import __version__
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require, unreadable
 from quantkit.evaluation.comparison.gates import Gate, judge, look_up
+from quantkit.models.files import untrusted
 
 if TYPE_CHECKING:
-    from quantkit.evaluation.evaluate import Evaluation
-    from quantkit.evaluation.metrics import Metrics
     from quantkit.evaluation.windows import Protocol
 
 SCHEMA = "quantkit.eval/3"
+MAKE = "quantkit eval … --json > FILE makes one"
+Named = tuple[str, dict]  # file, record
 LOSSES = ("metrics.kld.mean", "metrics.ppl.value")  # loss of the Pareto front: the first that was measured
 
 
 def record(
-    protocol: Protocol, dtype: Any, device: Any, evaluation: Evaluation, chosen: frozenset[str],
-    gates: Sequence[Gate] = (), tasks: dict | None = None,
+    protocol: Protocol, dtype: Any, device: Any, measured: dict, gates: Sequence[Gate] = (),
+    tasks: dict | None = None,
 ) -> dict:  # fmt: skip
-    """Return the JSON of all measurements, with protocol and environment; NaN and infinity become null.
-
-    chosen: names of the metrics. tasks: settings of the tasks, if any.
-    """
-    floor = evaluation.floor
-    models = _finite(
-        [asdict(result) | {"metrics": _metrics(result.metrics, chosen)} for result in evaluation.results]
-    )
+    """Return the JSON of what `evaluate` measured, with protocol and environment; NaN and infinity become
+    null. tasks: settings of the tasks, if any."""
+    measured = _finite(measured)
     return {
         "schema": SCHEMA,
-        "data": asdict(protocol) | {"dtype": _name(dtype)},
-        "models": models,
-        "noise_floor": floor
-        and {
-            "dtype": _name(floor.dtype),
-            "tokens": floor.tokens,
-            "metrics": _finite(_metrics(floor.metrics, chosen)),
-        },
-        "engine_declined": evaluation.declined,
+        "data": asdict(protocol) | {"dtype": str(dtype).removeprefix("torch.")},
+        **measured,
         "tasks": tasks,
-        "pareto": pareto(models),
-        "gates": judge(gates, _served(models)),
+        "pareto": pareto(measured["models"]),
+        "gates": judge(gates, _served(measured["models"])),
         "env": environment(str(device)),
     }
 
@@ -89,16 +84,6 @@ def _beats(point: tuple, other: tuple) -> bool:
     return point[:2] != other[:2] and point[0] <= other[0] and point[1] <= other[1]
 
 
-def _metrics(metrics: Metrics, chosen: frozenset[str]) -> dict:
-    """Return the chosen metrics as JSON; metrics that compare with a base are null for the base."""
-    values = asdict(metrics)
-    return {name: values[name] for name in values if name in chosen | {"nll", "ppl"}}
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _finite(value: Any) -> Any:
     """Return the value with None in place of NaN and infinity, which JSON lacks."""
     if isinstance(value, dict):
@@ -106,3 +91,75 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---- records read back
+
+
+def read(path: Path) -> Named:
+    """Read a file written by `quantkit eval --json`; return (path, record). Raises QuantkitError."""
+    try:
+        record = untrusted.parse(untrusted.read(path))
+        json.dumps(record, allow_nan=False)  # refuses NaN, Infinity and 1e400
+    except OSError as error:
+        raise unreadable(path, error, MAKE) from error
+    except ValueError as error:
+        raise _no_result(path, f"not JSON: {error}") from error
+    schema = record.get("schema") if isinstance(record, dict) else None
+    outdated = schema != SCHEMA and str(schema).startswith("quantkit.eval/")
+    what = f"{path} is {schema}, this quantkit reads {SCHEMA}"
+    require(not outdated, what, "evaluate again with this version", UNSUPPORTED)
+    if fault := _fault(record):
+        raise _no_result(path, fault)
+    return str(path), record
+
+
+def _fault(record: Any) -> str | None:
+    """Return a record's first violation of the schema or of limits on numbers and names, or None."""
+    import jsonschema
+
+    schema = json.loads(Path(__file__).with_name("eval-3.json").read_text(encoding="utf-8"))
+    error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(record))
+    return f"{error.json_path[:120]}: {error.message[:120]}" if error else None
+
+
+def _no_result(path: Path, why: str) -> QuantkitError:
+    return QuantkitError(f"{path} is not a result of quantkit eval ({why})", MAKE, USAGE)
+
+
+def merge(results: Sequence[Named]) -> dict:
+    """Merge records into one with all candidates and a common Pareto front. Of several results for one model,
+    the first counts.
+
+    Raises QuantkitError unless protocol, tasks and first model are the same in all files.
+    """
+    (name, first), *others = results
+    models, gates = list(first["models"]), list(first["gates"])
+    for other_name, other in others:
+        ours, theirs = _conditions(first), _conditions(other)
+        odd = [
+            f"{key} {_short(ours[key])} and {_short(theirs[key])}" for key in ours if ours[key] != theirs[key]
+        ]
+        what = f"{name} and {other_name} were measured under different protocols: {', '.join(odd)}"
+        hint = "such figures cannot be compared: evaluate again, or make two reports"
+        require(not odd, what, hint, UNSUPPORTED)
+        sources = {model["source"] for model in models}
+        models += [model for model in other["models"][1:] if model["source"] not in sources]
+        gates += [gate for gate in other["gates"] if gate not in gates]
+    merged = first | {"models": models, "pareto": pareto(models), "gates": gates}
+    merged.pop("error", None)  # failed gates are listed in `gates`
+    return merged
+
+
+def _conditions(record: dict) -> dict[str, Any]:
+    """Return the conditions that must be equal in all files; names of text and first model may differ."""
+    base = record["models"][0]
+    loss = base["metrics"]["nll"]["value"]  # machines sum in different orders
+    more = {"bytes": base["size"]["weight_bytes"], "nll": loss and round(loss, 3), "tasks": record["tasks"]}
+    return {key: value for key, value in record["data"].items() if key != "text"} | more
+
+
+def _short(value: Any) -> str:
+    """Return a value of the protocol as text, hashes shortened."""
+    text = str(value)
+    return text if len(text) <= 20 else f"{text[:12]}…"

@@ -1,8 +1,11 @@
-"""A report: printed on a terminal, or written as an HTML page with plots."""
+"""A report: printed on a terminal, or written as an HTML page with plots. Paths that cannot be written are
+rejected before measuring."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,11 +13,13 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from quantkit.errors import printable
+from quantkit.errors import USAGE, QuantkitError, printable
 from quantkit.evaluation.comparison.figures import Figure
-from quantkit.tables import GAP, make_table, print_facts, print_line
+from quantkit.models.files import untrusted
+from quantkit.tables import GAP, make_table, print_facts, print_line, print_written
 
 Rows = Sequence[Sequence[str]]
+MARKDOWN = ("", ".md", ".markdown", ".txt")  # "" is for $GITHUB_STEP_SUMMARY
 
 
 @dataclass(frozen=True)
@@ -94,3 +99,75 @@ def split(headers: Sequence[str], cells: Rows, width: int) -> list[list[int]]:
             parts.append([0])
         parts[-1].append(index)
     return parts
+
+
+# ---- files
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Paths of the output files; None for files that are not written. plot: `NAME.svg` or `NAME.png`, for the
+    first plot; other plots add their key, as in NAME-speed.svg."""
+
+    html: Path | None = None
+    plot: Path | None = None
+    summary: Path | None = None
+
+    def check(self) -> None:
+        """Raise QuantkitError, with the path, if a file cannot be written or has the wrong suffix."""
+        for path in filter(None, (self.html, self.plot, self.summary)):
+            folder = path.parent
+            if path.is_dir():
+                raise _unwritable(path, "is a folder")
+            if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+                raise _unwritable(path, "cannot be written there")
+        if self.summary and self.summary.exists():
+            with writing(self.summary):
+                odd = {"\0", "\ufffd"} & set(untrusted.read(self.summary).decode(errors="replace"))
+            if odd or self.summary.suffix.lower() not in MARKDOWN:
+                what = f"--summary {self.summary} is not a Markdown file: nothing is appended"
+                raise QuantkitError(what, "choose a new file, or one that ends in .md", USAGE)
+        if self.html and self.html.suffix not in (".html", ".htm"):
+            hint = f"try {self.html.with_suffix('.html')}"
+            raise QuantkitError(f"{self.html}: a page is .html", hint, USAGE)
+        if self.plot and self.plot.suffix not in (".svg", ".png"):
+            hint = f"try {self.plot.with_suffix('.svg')}"
+            raise QuantkitError(f"--plot {self.plot}: plots are .svg or .png", hint, USAGE)
+
+    def write(self, report: Report, summary: Callable[[], str] = str, **how: bool) -> None:
+        """Write the files of a report and print their paths. summary: returns Markdown."""
+        written = []
+        if self.summary:
+            with writing(self.summary), self.summary.open("a", encoding="utf-8") as file:
+                file.write(summary())
+            written.append(self.summary)
+        if self.html:
+            with writing(self.html):
+                self.html.write_text(report.page(), encoding="utf-8")
+            written.append(self.html)
+        for position, figure in enumerate(report.figures if self.plot else ()):
+            from quantkit.evaluation.comparison import drawing  # matplotlib takes a second to import
+
+            path = self.plot
+            if position:
+                path = path.with_name(f"{path.stem}-{figure.key}{path.suffix}")
+            with writing(path):
+                if path.suffix == ".png":
+                    drawing.png(figure, path)
+                else:
+                    path.write_text(drawing.document(figure), encoding="utf-8")
+            written.append(path)
+        print_written(written, **how)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn OSErrors in the context into a QuantkitError about writing `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(path, f"cannot be written: {error.strerror}") from error
+
+
+def _unwritable(path: Path, why: str) -> QuantkitError:
+    return QuantkitError(f"{path} {why}", "choose another place, in a folder that exists", USAGE)

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.evaluation.comparison.columns import (
-    UNITS,
-    columns,
-    footnotes,
-    label_by_source,
-    labels,
-    rows,
-)
+from quantkit.evaluation.comparison.columns import columns, footnotes, label_by_source, labels, rows
 from quantkit.evaluation.comparison.figures import figures
 from quantkit.evaluation.comparison.gates import describe
 from quantkit.evaluation.comparison.report import Report, Table
@@ -20,13 +13,14 @@ def report(record: dict) -> Report:
     base, *candidates = labels([model["source"] for model in record["models"]])
     others = ", ".join(candidates) if len(candidates) < 3 else f"{len(candidates)} candidates"
     meanings = {column.header: column.meaning for column in columns(record)}
+    units = {column.header: column.unit for column in columns(record) if column.unit}
     notes = [(line, "") for line in footnotes(record)]
     notes += [(f"gate {line}", "red" if line.startswith("FAILED") else "") for line in verdicts(record)]
     data = record["data"]
     hashes = {"SHA-256 of the text": data["sha256"], "SHA-256 of the tokenizer": data["tokenizer"]}
     return Report(
         title=f"{base} against {others}" if candidates else base,
-        tables=[Table(["model", *meanings], [("", rows(record))], meanings, UNITS)],
+        tables=[Table(["model", *meanings], [("", rows(record))], meanings, units)],
         notes=notes,
         figures=figures(record),
         more={"Environment": record["env"] | hashes | (record["tasks"] or {})},

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.evaluation.comparison import merge
 from quantkit.evaluation.comparison.columns import labels
-from quantkit.evaluation.comparison.record import environment
+from quantkit.evaluation.comparison.record import environment, merge, read
 from quantkit.serving.bench.measure import ModelRuns, Subject
 from quantkit.serving.bench.settings import BenchSettings, Workload
 
@@ -143,7 +142,7 @@ def fit(times: Sequence[tuple[int, float]]) -> dict[str, float] | None:
 def read_quality(paths: Sequence[str]) -> dict[str, Any] | None:
     """Merge results of `quantkit eval --json` into one record; None without files. Raises QuantkitError as
     `quantkit report` does."""
-    return merge.merge([merge.read(Path(path)) for path in paths]) if paths else None
+    return merge([read(Path(path)) for path in paths]) if paths else None
 
 
 def match(subject: Subject, evaluated: dict[str, Any] | None) -> dict[str, float] | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import RESOURCES, first_line, require
 from quantkit.evaluation.engines import in_transformers
-from quantkit.evaluation.whole_model import load_model
+from quantkit.evaluation.sampling import load_model
 from quantkit.inspection import record
 from quantkit.models.files import headers
 from quantkit.models.files.checkpoint import Checkpoint
