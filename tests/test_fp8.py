@@ -14,7 +14,7 @@ from quantkit import layouts
 from quantkit.capacity import quantized
 from quantkit.distillation.student import refuse_unlike
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
-from quantkit.evaluation.settings import data_free
+from quantkit.evaluation.settings import EvalSettings, data_free
 from quantkit.evaluation.stream import StreamedModel, Trial
 from quantkit.grids.float8 import FLOAT8, Float8Grid, MxFp8Grid, from_float8, nearest, to_float8
 from quantkit.inspection import record
@@ -339,3 +339,8 @@ def test_what_cannot_be_tried_says_what_to_type(demo_model, asked, said, hint):
     with pytest.raises(QuantkitError, match=said) as refused:
         Trial.prepare(asked, open_checkpoint(str(demo_model)))
     assert hint in refused.value.hint
+
+
+def test_a_method_that_writes_files_only_is_refused_with_the_flags():
+    with pytest.raises(QuantkitError, match="gguf cannot be tried in memory"):
+        EvalSettings(trials=("gguf,type=Q4_K_M",)).check()

@@ -68,8 +68,10 @@ def walk(training: Training, staging: Staging, timings: Timings, progress: Progr
         return embedded(batches, skeleton.embed, skeleton.device)
 
     taught, theirs = enter(teacher, training.train), enter(teacher, training.held_out)
-    before, after = (enter(student.skeleton, training.held_out) for _ in range(2))
-    ours = enter(student.skeleton, training.train) if options.block_epochs else None
+    before = after = enter(student.skeleton, training.held_out)
+    trained = ()  # states behind trained blocks
+    if options.block_epochs:
+        trained = after, ours = [enter(student.skeleton, ids) for ids in (training.held_out, training.train)]
     floats: Floats = {}
     for index in range(student.depth):
         with timings("teacher"):
@@ -90,7 +92,7 @@ def walk(training: Training, staging: Staging, timings: Timings, progress: Progr
                 staging.write_block(index, staged, [])
             else:
                 current = block.floats
-            for states in (after,) if ours is None else (after, ours):
+            for states in trained:
                 states.advance(student.outputs(block, states, current))
             of_block = student.skeleton.names.of_block
             floats |= {of_block(index, name): value.cpu() for name, value in current.items()}

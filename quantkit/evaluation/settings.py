@@ -111,6 +111,7 @@ def trial_method(typed: str) -> methods.Method:
     if name not in methods.available():
         hint = f"{did_you_mean(nearest(name, methods.available()))}choose {' or '.join(data_free())}"
         raise QuantkitError(f"--as {typed}: no such method", hint, USAGE)
+    methods.create(name).build()  # refuses gguf, which writes files only, before its options are looked at
     method = recipe.method_with(name, settings, "--as")
     method.check()
     return method

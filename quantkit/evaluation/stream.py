@@ -44,8 +44,6 @@ class Trial:
         checkpoint is quantized already.
         """
         name = typed.partition(",")[0]
-        if name in methods.available():
-            methods.create(name).build()  # gguf writes files only, so its options are not looked at
         method = trial_method(typed)
         if method.build().needs:
             hint = f"write it with quantkit {name}, then evaluate that folder"

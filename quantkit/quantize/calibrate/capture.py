@@ -167,12 +167,11 @@ class Drifting:
             missing = missing @ counterpart.weight.to(missing.dtype).t()
         if counterpart.missing is not None:
             missing = missing + counterpart.missing.view(missing.shape)
+        factor = factor.float() if factor.dtype == torch.float16 else factor  # needs more exponents
         if self.weighted:
-            factor = factor.float() if factor.dtype == torch.float16 else factor  # needs more exponents
             scale = counterpart.scale.reshape(-1, 1).float().clamp(min=TINY)
             missing, factor = missing / scale, (factor / scale).to(factor.dtype)
         self.hessian.add(factor)
-        factor = factor.float() if factor.dtype == torch.float16 else factor
         half = len(exact) // 2
         for sums, span in zip(self.halves, (slice(0, half), slice(half, None)), strict=True):
             _add_product(sums, missing[span].t(), factor[span])
