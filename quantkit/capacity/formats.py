@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from quantkit.capacity import Unsupported
 from quantkit.capacity.parameters import MOST_EXPERTS, Parameters, Tensor
@@ -28,13 +28,11 @@ from quantkit.models.gguf.file_types import Model
 from quantkit.quantize import methods
 from quantkit.quantize.methods import Method
 
-if TYPE_CHECKING:
-    from gguf import TensorNameMap
-
 ALIGNMENT = 32
 OUTSIDE = {"head": HEAD, "embedding": EMBEDDING}
 Named = Sequence[tuple[str, tuple[int, ...]]]  # GGUF name and shape of every tensor of a file, in its order
 FILE_TYPES = tuple(name for name in ALL_FILE_TYPES if name not in ("F32", "F16", "BF16"))
+POSITIONS = re.compile(r"(.*\.)?(wpe|embed_positions)\.weight")
 FEWEST_OF_LARGE = 20_000_000_000  # parameters; models with more count as large
 SMALLER_GROUPS = (64, 32, 16)
 BITS16 = "16 bit"
@@ -275,14 +273,10 @@ def _padded(nbytes: int) -> int:
 
 def _of_dense(family: Architecture, parameters: Parameters) -> Named:
     """Return the GGUF names and shapes of a dense model's tensors, without importing transformers."""
-    import gguf
-
-    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.name)
-    names = gguf.get_tensor_name_map(arch, parameters.blocks)
-    named = []
-    for tensor in parameters.language_model:
-        shape = (tensor.out_features, tensor.in_features) if tensor.is_linear else tensor.shape
-        named.append((_name(tensor, names), shape))
+    named = [
+        (_name(tensor), (tensor.out_features, tensor.in_features) if tensor.is_linear else tensor.shape)
+        for tensor in parameters.language_model
+    ]
     if family.head == "never":
         named = [(name, shape) for name, shape in named if name != mixtures.OUTPUT]
     if family.head == "always" and parameters.is_tied:
@@ -291,14 +285,15 @@ def _of_dense(family: Architecture, parameters: Parameters) -> Named:
     return sorted(named, key=lambda pair: mixtures.order(pair[0]))
 
 
-def _name(tensor: Tensor, names: TensorNameMap) -> str:
-    """Return the tensor's GGUF name, whatever stands before the part that the `gguf` package knows."""
-    parts = tensor.name.replace("blk.", "layers.").split(".")
-    tails = [".".join(parts[first:]) for first in range(len(parts) - 1)]
-    known = (
-        names.get_name(prefix + tail, (".weight", ".bias")) for tail in tails for prefix in ("", "model.")
-    )
-    return next(filter(None, known), f"output.{parts[-1]}" if HEAD.fullmatch(tensor.name) else tensor.name)
+def _name(tensor: Tensor) -> str:
+    """Return a GGUF name for which llama-quantize's rules choose the type of the tensor's true GGUF name."""
+    module, _, leaf = tensor.name.rpartition(".")
+    if tensor.block is None:
+        for pattern, name in ((EMBEDDING, "token_embd"), (POSITIONS, "position_embd"), (HEAD, "output")):
+            if pattern.fullmatch(f"{module}.weight"):
+                return f"{name}.{leaf}"
+        return f"{module.rpartition('.')[2]}_norm.{leaf}"
+    return f"blk.{tensor.block}.{tensor.projection or tensor.local.removesuffix(f'.{leaf}')}.{leaf}"
 
 
 def _factors(settings: Settings) -> int:

@@ -25,8 +25,10 @@ EXPERT = re.compile(r"\.experts(\.|$)|\.block_sparse_moe\.(input|output)_linear\
 MOST_EXPERTS = 10_000
 # Projections that decide a block's cache and llama.cpp's mixtures, by llama.cpp's names.
 PROJECTIONS = re.compile(
-    r"(?:^|\.)(?:(?P<attn_v>v_proj)|(?P<attn_k>k_proj)|(?P<attn_qkv>qkv_proj|c_attn|query_key_value|Wqkv)"
+    r"(?:^|\.)(?:(?P<attn_q>q_proj)|(?P<attn_k>k_proj)|(?P<attn_v>v_proj)"
+    r"|(?P<attn_qkv>qkv_proj|c_attn|query_key_value|Wqkv)"
     r"|(?P<attn_output>o_proj|(?:self_attn|self_attention|attention|attn)\.(?:dense|out_proj|c_proj))"
+    r"|(?P<ffn_gate>gate_proj)|(?P<ffn_up>up_proj|gate_up_proj|mlp\.c_fc|dense_h_to_4h|fc1|fc_in)"
     r"|(?P<ffn_down>down_proj|mlp\.c_proj|dense_4h_to_h|fc2|fc_out))$"
 )
 TABLES = re.compile(r"(^|\.)(wpe|embed_positions|embed_tokens_per_layer)\.weight$")  # only looked up
