@@ -33,7 +33,7 @@ def test_the_chains_are_many_and_of_all_kinds():
     assert sum(map(len, CHAINS.values())) >= 80
 
 
-DAY = [(name, shift) for name, shift in CHAINS if name in ("gptq", "awq", "nf4", "gguf", "imatrix")]
+DAY = [(name, shift) for name, shift in CHAINS if name in ("gptq", "nf4", "imatrix")]
 
 
 @pytest.mark.parametrize("name, shift", by_day(CHAINS, DAY))

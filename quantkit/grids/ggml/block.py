@@ -23,12 +23,13 @@ class Blocks:
     """ggml blocks in an encoder. Each block is a column, so that one pass over memory handles all of them.
 
     x: float32 `[group_size, blocks]`, row by row of the matrix. importance: the same shape, or None. per_row:
-    number of ggml blocks in a row of the matrix.
+    number of ggml blocks in a row of the matrix. quick: fewer scales may be tried than in ggml.
     """
 
     x: Tensor
     importance: Tensor | None
     per_row: int
+    quick: bool = False
 
 
 def split(x: Tensor, size: int) -> Tensor:
@@ -78,8 +79,10 @@ class BlockGrid(WholeLevels):
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
         return codes, self._parameters(weight, importance, codes)
 
-    def _parameters(self, weight: Tensor, importance: Tensor | None, codes: Tensor | None = None) -> Any:
-        """Return the parameters of `quantize`; write into `codes` if they are given."""
+    def _parameters(
+        self, weight: Tensor, importance: Tensor | None, codes: Tensor | None = None, quick: bool = False
+    ) -> Any:
+        """Return the parameters of `quantize`; write into `codes` if they are given. quick: see `Blocks`."""
         if importance is not None:
             importance = each_row(importance, len(weight))
 
@@ -88,6 +91,7 @@ class BlockGrid(WholeLevels):
                 self._columns(weight[rows]),
                 None if importance is None else self._columns(importance[rows]),
                 weight.shape[1] // self.group_size,
+                quick,
             )
             encoded = self._encode(blocks)
             params = next(encoded)
@@ -101,9 +105,10 @@ class BlockGrid(WholeLevels):
         return weight.reshape(-1, self.group_size).t().contiguous()
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Any:
-        """Return parameters for ggml blocks `weight [rows, group_size]`, found as ggml does. Where ggml uses
-        the mean square of a row, each block counts as a row."""
-        return group(self.fit_matrix(weight, importance), 0)
+        """Return parameters for ggml blocks `weight [rows, group_size]`, found as ggml does, except that
+        K-quants with mins try fewer scales. Where ggml uses the mean square of a row, each block counts as
+        one."""
+        return group(self._parameters(weight, importance, quick=True), 0)
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Any:
         return self._parameters(weight, importance)
