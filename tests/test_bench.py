@@ -249,6 +249,19 @@ def test_a_worker_that_dies_is_a_row_that_says_why(tmp_path, monkeypatch, body, 
     assert show.failures(made) == [f"dead: {dead.error}"]
 
 
+def test_a_worker_imports_nothing_from_the_current_folder(tmp_path, monkeypatch):
+    """Which may be a model that somebody downloaded."""
+    (tmp_path / "modules").mkdir()
+    body = """import json; print(json.dumps({"event": "failed", "message": "no fix"}))"""
+    (tmp_path / "modules" / "failing.py").write_text(body)
+    (tmp_path / "json.py").write_text("raise SystemExit('code of the model')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    monkeypatch.setattr(measure, "MODULE", "failing")
+    (event,) = measure.events(subject("m"), "transformers", SMALL, SMALL.workloads)
+    assert event["message"] == "no fix"
+
+
 def test_an_engine_that_cannot_run_a_checkpoint_is_a_row(tiny_model):
     folder = tiny_model("llama", num_hidden_layers=1)
     rows = measure.open_models([str(folder)], replace(SMALL, engine="transformers,llama.cpp"))

@@ -156,7 +156,7 @@ def events(
         pickle.dump((subject, engine, settings, workloads), pickled)
         pickled.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-m", MODULE],
+            [sys.executable, "-P", "-m", MODULE],  # -P: no modules of the current folder
             stdin=pickled,
             stdout=subprocess.PIPE,
             stderr=errors,
