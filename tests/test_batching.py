@@ -141,7 +141,7 @@ def test_the_loop_that_is_stepped_writes_what_generate_batch_writes(model):
 
 
 def asked(policies: str = "static,dynamic,continuous", **more) -> BatchingSettings:
-    return BatchingSettings(**{"policies": policies, "batch": 2, "repeats": 2} | more)
+    return BatchingSettings(**{"policies": policies, "batch": 2, "repeats": 2, "dtype": "float32"} | more)
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +159,7 @@ def result(folder):
     checkpoint = open_checkpoint(str(folder), None, True, False)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(trace, "sample", lambda *_: REQUESTS)
-        return measure.measure(checkpoint, asked(), torch.bfloat16, torch.device("cpu"))
+        return measure.measure(checkpoint, asked(dtype="bfloat16"))
 
 
 def test_a_result_has_every_strategy(result):
@@ -189,7 +189,7 @@ def refusing(*_):
 
 def test_a_strategy_that_cannot_serve_is_an_outcome(checkpoint, monkeypatch):
     monkeypatch.setattr(continuous, "serve", refusing)
-    made = measure.measure(checkpoint, asked("static,continuous"), torch.float32, torch.device("cpu"))
+    made = measure.measure(checkpoint, asked("static,continuous"))
     static, other = made["outcomes"]
     assert other["refused"] == "Invalid layer type: mamba" and static["figures"] is not None
     json.dumps(made, allow_nan=False)
@@ -197,7 +197,7 @@ def test_a_strategy_that_cannot_serve_is_an_outcome(checkpoint, monkeypatch):
 
 def test_another_loop_in_transformers_is_an_outcome(checkpoint, monkeypatch):
     monkeypatch.delattr(continuous_api.ContinuousMixin, "init_continuous_batching")
-    made = measure.measure(checkpoint, asked("static,continuous"), torch.float32, torch.device("cpu"))
+    made = measure.measure(checkpoint, asked("static,continuous"))
     assert "init_continuous_batching" in made["outcomes"][1]["refused"]
 
 
@@ -212,7 +212,7 @@ def test_a_strategy_that_fails_midway_is_an_outcome(checkpoint, monkeypatch):
         return serve(*arguments)
 
     monkeypatch.setattr(continuous, "serve", once)
-    made = measure.measure(checkpoint, asked("continuous,static"), torch.float32, torch.device("cpu"))
+    made = measure.measure(checkpoint, asked("continuous,static"))
     assert made["outcomes"][0]["refused"] == "out of memory" and made["outcomes"][1]["ratio"] == 1.0
 
 
@@ -233,7 +233,7 @@ def test_it_runs_on_an_accelerator(checkpoint, monkeypatch):
     torch.get_device_module.cache_clear()  # torch remembers that there was none
     with far_device.present() as device:
         device.streams = False
-        made = measure.measure(checkpoint, asked(repeats=1), torch.float32, far_device.FAR)
+        made = measure.measure(checkpoint, asked(repeats=1, device="far"))
         assert device.launches
     torch.get_device_module.cache_clear()
     assert [outcome["refused"] for outcome in made["outcomes"]] == [""] * 3

@@ -15,7 +15,6 @@ import bench_runs
 import gguf_files
 import psutil
 import pytest
-import torch
 import transformers
 from bench_runs import SMALL, checked, measured, subject
 
@@ -98,7 +97,7 @@ def test_a_client_that_fails_at_first_use_is_not_used(make, tiny_model, tmp_path
 
     monkeypatch.setattr(layers.Linear4bit, "forward", failing)
     checkpoint = open_checkpoint(str(tmp_path / "nf4"))
-    _, found = engine.load(checkpoint, torch.float32, torch.device("cpu"), 8)
+    _, found = engine.load(checkpoint, SMALL, 8)
     assert (found.kernels, found.packed) == ("torch Linear", False)
     assert found.note == "transformers does not load it packed: no kernel for this device"
 
@@ -107,7 +106,7 @@ def test_packages_that_are_missing_are_named_as_inspect_names_them(make, tiny_mo
     make("nf4", tiny_model("llama", num_hidden_layers=1), "-o", tmp_path / "nf4")
     checkpoint = open_checkpoint(str(tmp_path / "nf4"))
     monkeypatch.setattr(engine, "installed", lambda package: package == "bitsandbytes")
-    _, found = engine.load(checkpoint, torch.float32, torch.device("cpu"), 8)
+    _, found = engine.load(checkpoint, SMALL, 8)
     assert found.note == "transformers does not load it packed: it needs accelerate (pip install accelerate)"
     assert engine.client_of(checkpoint)["note"] == "with accelerate and bitsandbytes installed"
 
@@ -127,7 +126,7 @@ def test_clients_are_silent_while_they_load(make, tiny_model, tmp_path, monkeypa
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", chatty)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _, found = engine.load(open_checkpoint(str(tmp_path / "nf4")), torch.float32, torch.device("cpu"), 8)
+        _, found = engine.load(open_checkpoint(str(tmp_path / "nf4")), SMALL, 8)
     assert found.packed and capsys.readouterr() == ("", "")
     assert logging.root.manager.disable == 0
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from quantkit.errors import UNSUPPORTED, USAGE, require
-from quantkit.evaluation import generate
 from quantkit.evaluation.sampling import Sampling, stored_config
 from quantkit.models import kv_types
 from quantkit.models.files import gguf_file, hub
@@ -77,8 +76,7 @@ def start(
         cache = kv_dtype or "float16"
         chat: Any = LlamaCppChat(source, path, context, settings.cores, given, cache, device.type)
     else:
-        dtype = generate.shared_dtype(settings.dtype, checkpoint, device)
-        chat = TransformersChat(checkpoint, dtype, device, context, settings.decoded, given)
+        chat = TransformersChat(checkpoint, settings, context, settings.decoded, given)
     return ChatSession(chat, sampling, settings.system, settings.raw)
 
 

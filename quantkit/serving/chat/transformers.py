@@ -17,6 +17,7 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.serving.chat.session import Answer, ChatModel, Stream
 from quantkit.serving.engines import context_full
 from quantkit.serving.engines import transformers as engine
+from quantkit.serving.settings import LocalOptions
 from quantkit.text.chat import ChatTemplate
 
 CACHES = ("past_key_values", "cache_params")  # argument names of caches
@@ -30,24 +31,23 @@ class TransformersChat:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        device: torch.device,
+        options: LocalOptions,
         context: int,
         decoded: bool = False,
         template: str | None = None,
     ):
-        self._module, facts = engine.load(checkpoint, dtype, device, context, decoded=decoded)
+        self._module, facts = engine.load(checkpoint, options, context, decoded)
         self.model = ChatModel(
             source=checkpoint.source,
             engine=f"transformers {facts.version}",
             kernels=facts.kernels,
-            device=str(device),
+            device=facts.device,
             dtype=facts.dtype,
             context=context,
             weight_bytes=facts.weight_bytes,
             notes=(facts.note,) if facts.note else (),
         )
-        self._device, self._checkpoint, self._tokenizer = device, checkpoint, checkpoint.tokenizer
+        self._checkpoint, self._tokenizer = checkpoint, checkpoint.tokenizer
         self._ends = ends_of_text(checkpoint)
         if self._tokenizer.eos_token_id not in (None, *self._ends):
             self._ends.append(self._tokenizer.eos_token_id)  # ends turns where the files disagree
@@ -69,11 +69,11 @@ class TransformersChat:
             raise context_full(len(ids), self.model.context)
         cache, cached, note = self._kept.begin(ids)
         limit = min(sampling.tokens, room)
-        ticks = engine.Ticks(engine.clock_of(self._device), stopped)
+        ticks = engine.Ticks(engine.clock_of(self._module.device), stopped)
         try:
             out = generate(
                 self._module,
-                torch.tensor([ids], device=self._device),
+                torch.tensor([ids], device=self._module.device),
                 replace(sampling, tokens=limit),
                 self._ends,
                 stopping_criteria=[ticks],

@@ -18,13 +18,15 @@ from torch import Tensor, nn
 
 from quantkit.errors import RESOURCES, first_line, require
 from quantkit.evaluation.engines import in_transformers
+from quantkit.evaluation.generate import shared_dtype
 from quantkit.evaluation.sampling import load_model
 from quantkit.inspection import record
 from quantkit.models.files import headers
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.machine.device import free_memory, synchronize
+from quantkit.models.machine.device import choose_device, free_memory, synchronize
 from quantkit.serving.engines import EngineFacts
 from quantkit.serving.engines.choose import installed
+from quantkit.serving.settings import LocalOptions
 from quantkit.tables import megabytes
 
 CHATTY = "bitsandbytes"  # logger that warns about input types at every product
@@ -32,17 +34,16 @@ REFUSED = "transformers does not load it packed"
 
 
 def load(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    tokens: int,
-    decoded: bool = False,
+    checkpoint: Checkpoint, options: LocalOptions, tokens: int, decoded: bool = False
 ) -> tuple[nn.Module, EngineFacts]:
     """Load the model for `tokens` tokens of context. Weights stay quantized if their client is installed.
 
     decoded: decode the weights anyway. Raises QuantkitError (exit code 5) if the model does not fit the
     memory.
     """
+    torch.set_num_threads(options.cores)
+    device = choose_device(options.device)
+    dtype = shared_dtype(options.dtype, checkpoint, device)
     model, note = None, ""
     if checkpoint.quantized and not decoded:
         model, note = _packed(checkpoint, dtype, device)
@@ -56,6 +57,7 @@ def load(
         weight_bytes=model.get_memory_footprint(),
         kernels=kernels,
         packed=packed,
+        device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         note=note,
         attention=model.config.get_text_config()._attn_implementation,

@@ -12,6 +12,7 @@ import itertools
 import re
 import statistics
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,11 +60,7 @@ def plan(settings: AttentionSettings, context: int | None) -> list[int]:
 
 
 def measure(
-    checkpoint: Checkpoint,
-    settings: AttentionSettings,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress = SILENT,
+    checkpoint: Checkpoint, settings: AttentionSettings, progress: Progress = SILENT
 ) -> dict[str, Any]:
     """Load the model, run every implementation at every length; return JSON (bench-attention-2.json).
 
@@ -72,14 +69,14 @@ def measure(
     """
     names, lengths = settings.names("implementations"), plan(settings, checkpoint.context)
     progress.phase(f"loading {checkpoint.source}")
-    model, facts = engine.load(checkpoint, dtype, device, lengths[-1] + settings.tokens)
+    model, facts = engine.load(checkpoint, settings, lengths[-1] + settings.tokens)
     gc.collect()
-    bench = _AttentionBench(checkpoint, model, settings, device)
-    bench.warm_up(names, min(SHORT, lengths[0]))
+    bench = _AttentionBench(checkpoint, model, settings)
+    kernels = {name: bench.kernel(name, min(SHORT, lengths[0])) for name in names}
     rows: list[dict[str, Any]] = []
     for index, length in enumerate(lengths):  # long prompts take long
         progress.counting("measuring, in prompt tokens", sum(lengths[:index]), sum(lengths))
-        rows += bench.rows(names, length)
+        rows += [row | {"kernel": kernels[row["attention"]] or ""} for row in bench.rows(names, length)]
     if all(row["refused"] for row in rows):
         raise bench.attempts.failure("attention", "eager runs everywhere")
     return {
@@ -87,7 +84,7 @@ def measure(
         "model": checkpoint.source,
         "settings": settings.record(),
         "dtype": facts.dtype,
-        "device": str(device),
+        "device": facts.device,
         "context": checkpoint.context,
         "weights": facts.weights,
         "weight_bytes": facts.weight_bytes,
@@ -96,38 +93,41 @@ def measure(
 
 
 class _AttentionBench:
-    """The loaded model. kernels: what each implementation ran."""
+    """The loaded model, switched between attention implementations."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, model: nn.Module, settings: AttentionSettings, device: torch.device
-    ):
-        self.checkpoint, self.model, self.settings, self.device = checkpoint, model, settings, device
-        self.kernels: dict[str, str | None] = {}
-        self.attempts = Attempts(FAILURES, device)
+    def __init__(self, checkpoint: Checkpoint, model: nn.Module, settings: AttentionSettings):
+        self.checkpoint, self.model, self.settings = checkpoint, model, settings
+        self.attempts = Attempts(FAILURES, model.device)
 
-    def warm_up(self, names: Sequence[str], length: int) -> None:
-        """Run each implementation, so that libraries allocate their lasting buffers; note its kernel."""
+    def kernel(self, name: str, length: int) -> str | None:
+        """Return the name of the kernel that runs, None if the implementation fails. The first run, in which
+        libraries allocate their lasting buffers, is not observed."""
         prompts = self._prompts(length)
-        for name in names:
-            self.kernels[name] = self._attempt(name, lambda name=name: self._kernel(name, prompts))
+
+        def observed() -> str:
+            self._seconds(prompts)
+            with Operators() as operators:
+                self._seconds(prompts)
+            ran = getattr(self.model.config.get_text_config(), "_attn_implementation", name)
+            instead = f"; transformers took {ran} instead" if ran != name else ""
+            return describe(operators.names) + instead
+
+        return self._attempt(name, observed)
 
     def rows(self, names: Sequence[str], length: int) -> list[dict[str, Any]]:
         """Measure the implementations in turn with prompts of `length` tokens; return a row for each."""
         refused, prompts = self.attempts.refused, self._prompts(length)
-        if too_large := self._too_large(length):
+        if "eager" in names and (too_large := self._too_large(length)):
             refused.setdefault("eager", too_large)
-        peaks = {name: self._attempt(name, lambda: self._peak_bytes(prompts)) for name in names}
-        tokens = 1 + self.settings.tokens
-        turns = [
-            {name: self._attempt(name, lambda: self._seconds(prompts, tokens)) for name in names}
-            for _ in range(self.settings.repeats)
-        ]
+        prefill = partial(self._seconds, prompts)
+        decode = partial(self._seconds, prompts, 1 + self.settings.tokens)
+        peaks = {name: self._attempt(name, partial(allocated, self.model.device, prefill)) for name in names}
+        turns = [{name: self._attempt(name, decode) for name in names} for _ in range(self.settings.repeats)]
         rows = []
         for name in names:
-            ran = name not in refused
-            row = {"attention": name, "length": length, "kernel": self.kernels[name] or ""}
-            row["seconds"] = [turn[name][0] for turn in turns] if ran else []
-            row["step_seconds"] = [statistics.median(turn[name][1:]) for turn in turns] if ran else []
+            ran = [] if name in refused else [turn[name] for turn in turns]
+            row = {"attention": name, "length": length, "seconds": [seconds[0] for seconds in ran]}
+            row["step_seconds"] = [statistics.median(seconds[1:]) for seconds in ran]
             row["prefill_bytes"] = peaks[name] if ran else None
             rows.append(row | {"refused": refused.get(name, "")})
         return rows
@@ -148,25 +148,13 @@ class _AttentionBench:
     def _seconds(self, prompts: Prompts, tokens: int = 1) -> list[float]:
         """Return the seconds of each new token. The first is the prefill, which as in serving computes logits
         of the last token only: all take more memory than attention does."""
-        return engine.continue_batch(self.model, prompts, tokens, engine.clock_of(self.device))[1]
-
-    def _kernel(self, name: str, prompts: Prompts) -> str:
-        """Return the name of the kernel that runs."""
-        self._seconds(prompts)
-        with Operators() as operators:
-            self._seconds(prompts)
-        ran = getattr(self.model.config.get_text_config(), "_attn_implementation", name)
-        instead = f"; transformers took {ran} instead" if ran != name else ""
-        return describe(operators.names) + instead
-
-    def _peak_bytes(self, prompts: Prompts) -> int | None:
-        return allocated(self.device, lambda: self._seconds(prompts))
+        return engine.continue_batch(self.model, prompts, tokens, engine.clock_of(self.model.device))[1]
 
     def _too_large(self, length: int) -> str:
         """Return why eager needs too much memory, or "". On a CPU the system would kill the process."""
         heads = getattr(self.checkpoint.text_config, "num_attention_heads", 1) or 1
         scores = attention_scores(heads, length, self.model.dtype.itemsize) * self.settings.batch
-        need, free = WRITTEN_OUT * scores, free_memory(self.device)
+        need, free = WRITTEN_OUT * scores, free_memory(self.model.device)
         short = f"scores of one layer take {megabytes(need)}, {megabytes(free)} of memory are free"
         return short if need > free else ""
 
