@@ -72,7 +72,7 @@ def converse(session: ChatSession, fed: Fed, said: list[str]) -> list[Answer]:
         answers.append(session.say(text, silent))
         counted = fed.tokens[before:]
         assert counted == [answers[-1].prefilled_tokens, *[1] * (answers[-1].generated_tokens - 1)]
-        room = session.engine.model.context - len(fed.prompts[-1])
+        room = session.engine.context - len(fed.prompts[-1])
         tokens = min(session.sampling.tokens, room)
         expected = fed.anew(fed.prompts[-1], tokens, session.engine._ends)
         del fed.tokens[before + len(counted) :]

@@ -100,7 +100,7 @@ def test_continuous_batches_on_the_clock(model, prompts):
     """B joins at A's second step, and C at once when both are done. Blocks hold 4 tokens: after the steps
     1, 2, 3 and 1 of them are held for 3, 4 + 2, 5 + 3 and 4 tokens."""
     before = model.config._attn_implementation
-    replay = continuous.serve(model, REQUESTS, prompts, 2, Ticks(), 4)
+    replay = continuous.serve(model, REQUESTS, prompts, 2, Ticks())
     assert times(replay) == [(1.0, 3.0), (2.0, 3.0), (4.0, 4.0)]
     assert [(step.used, step.reserved) for step in replay.steps] == [(3, 4), (6, 8), (8, 12), (4, 4)]
     assert [(step.prompt_tokens, step.sequences) for step in replay.steps] == [(3, 0), (2, 1), (0, 2), (4, 0)]
@@ -111,7 +111,7 @@ def test_continuous_batches_on_the_clock(model, prompts):
 
 def test_nothing_is_computed_while_nobody_is_there(model, prompts):
     late = [replace(REQUESTS[0]), TraceRequest(100.0, 2, 2)]
-    replay = continuous.serve(model, late, prompts, 2, Ticks(), 4)
+    replay = continuous.serve(model, late, prompts, 2, Ticks())
     assert times(replay) == [(1.0, 3.0), (101.0, 102.0)] and len(replay.steps) == 5
 
 
@@ -123,7 +123,7 @@ def test_all_three_write_what_each_request_alone_gets(model):
         for prompt, request in zip(prompts, requests, strict=True)
     ]
     replays = [padded.serve(model, requests, prompts, 3, wait, Ticks()) for wait in (math.inf, 0.1)]
-    replays.append(continuous.serve(model, requests, prompts, 3, Ticks(), 4))
+    replays.append(continuous.serve(model, requests, prompts, 3, Ticks()))
     for replay in replays:
         assert [served.tokens for served in replay.requests] == alone
 
@@ -131,7 +131,7 @@ def test_all_three_write_what_each_request_alone_gets(model):
 def test_the_loop_that_is_stepped_writes_what_generate_batch_writes(model):
     requests = [TraceRequest(0.0, length, 6) for length in (3, 9, 5, 7)]
     prompts = drawn(requests, model, "2")
-    ours = continuous.serve(model, requests, prompts, 2, Ticks(), 4)
+    ours = continuous.serve(model, requests, prompts, 2, Ticks())
     settings = transformers.ContinuousBatchingConfig(page_size=4, num_blocks=40, max_batch_tokens=64)
     greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=6)
     theirs = model.generate_batch(prompts, greedy, settings)
@@ -147,6 +147,7 @@ def asked(policies: str = "static,dynamic,continuous", **more) -> BatchingSettin
 @pytest.fixture(autouse=True)
 def by_hand(monkeypatch):
     monkeypatch.setattr(trace, "sample", lambda *_: REQUESTS)
+    monkeypatch.setattr(continuous, "PAGE", 4)
 
 
 @pytest.fixture
@@ -220,10 +221,8 @@ def test_a_strategy_that_fails_midway_is_an_outcome(checkpoint, monkeypatch):
     "values", [{"policies": "static,magic"}, {"policies": ","}, {"batch": 0}, {"repeats": 0}, {"rate": 0.0}]
 )
 def test_settings_that_make_no_sense_are_refused(values):
-    settings = asked(**values)
     with pytest.raises(QuantkitError) as error:
-        settings.check()
-        measure.strategies(settings)
+        asked(**values).check()
     assert error.value.exit_code == 2
 
 

@@ -14,8 +14,9 @@ from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.serving.chat import start
-from quantkit.serving.chat.session import Answer, ChatModel, ChatSession
+from quantkit.serving.chat.session import Answer, ChatSession
 from quantkit.serving.chat.settings import ChatSettings
+from quantkit.serving.engines import EngineFacts
 from quantkit.text import calibration
 
 # ---- files and commands
@@ -183,7 +184,8 @@ class Written:
 
     def __init__(self, text: str, during=lambda letter: None):
         self.text, self.during = text, during
-        self.model = ChatModel("written", "none", "none", "cpu", "float32", 100, 0)
+        self.source, self.name, self.context = "written", "none", 100
+        self.facts = EngineFacts("0", 0, "none", False, "float32", "cpu")
 
     def answer(self, text, raw, sampling, stream, stopped) -> Answer:
         said = ""

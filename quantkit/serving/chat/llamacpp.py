@@ -13,8 +13,8 @@ from typing import Any
 from quantkit.capacity.source import cache_bytes
 from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files import gguf_file
-from quantkit.serving.chat.session import Answer, ChatModel, Stream
-from quantkit.serving.engines import llamacpp
+from quantkit.serving.chat.session import Answer, Stream
+from quantkit.serving.engines import EngineFacts, llamacpp
 
 CONTEXT_STEP = 256  # llama.cpp rounds contexts up to a multiple of this
 SAMPLING = ("temperature", "top_k", "top_p", "seed")  # names in llama.cpp's requests, too
@@ -40,14 +40,15 @@ class LlamaCppChat:
             llamacpp.parameters(path, context, threads, kv_dtype=kv_dtype, device=device)
         )
         self._kv_bytes = cache_bytes(path, context, kv_dtype)  # llama.cpp allocates all of it at once
-        self.model = ChatModel(
-            source=source,
-            engine=f"llama.cpp (xllamacpp {llamacpp.version()})",
-            kernels="ggml",
-            device=device,
-            dtype=" ".join(sorted({info.dtype for info in infos.values() if len(info.shape) > 1})),
-            context=context,
+        self.source, self.context = source, context
+        self.name = f"llama.cpp (xllamacpp {llamacpp.version()})"
+        self.facts = EngineFacts(
+            version=llamacpp.version(),
             weight_bytes=sum(info.nbytes for info in infos.values()),
+            kernels="ggml",
+            packed=True,
+            dtype=" ".join(sorted({info.dtype for info in infos.values() if len(info.shape) > 1})),
+            device=device,
         )
 
     def answer(

@@ -50,7 +50,7 @@ def start(
         metadata, _ = gguf_file.read_header(path)
         stored = llamacpp.stored_template(metadata)
         made_for = metadata.get(f"{metadata.get('general.architecture')}.context_length")
-        made_for = made_for if isinstance(made_for, int) else None
+        made_for = made_for if isinstance(made_for, int) and made_for > 0 else None
         recommended = {name: metadata.get(f"general.sampling.{key}") for name, key in RECOMMENDED.items()}
     else:
         hint = "leave out --kv-dtype: the cache has the precision of --dtype"

@@ -14,7 +14,7 @@ from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWin
 from quantkit.evaluation.generate import Streamer, decode, first_difference
 from quantkit.evaluation.sampling import Sampling, ends_of_text, generate
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.serving.chat.session import Answer, ChatModel, Stream
+from quantkit.serving.chat.session import Answer, Stream
 from quantkit.serving.engines import context_full
 from quantkit.serving.engines import transformers as engine
 from quantkit.serving.settings import LocalOptions
@@ -36,17 +36,9 @@ class TransformersChat:
         decoded: bool = False,
         template: str | None = None,
     ):
-        self._module, facts = engine.load(checkpoint, options, context, decoded)
-        self.model = ChatModel(
-            source=checkpoint.source,
-            engine=f"transformers {facts.version}",
-            kernels=facts.kernels,
-            device=facts.device,
-            dtype=facts.dtype,
-            context=context,
-            weight_bytes=facts.weight_bytes,
-            notes=(facts.note,) if facts.note else (),
-        )
+        self._module, self.facts = engine.load(checkpoint, options, context, decoded)
+        self.source, self.context = checkpoint.source, context
+        self.name = f"transformers {self.facts.version}"
         self._checkpoint, self._tokenizer = checkpoint, checkpoint.tokenizer
         self._ends = ends_of_text(checkpoint)
         if self._tokenizer.eos_token_id not in (None, *self._ends):
@@ -64,9 +56,9 @@ class TransformersChat:
         """
         ids = self._tokenizer(text, add_special_tokens=raw)["input_ids"]
         self._checkpoint.check_ids(ids)
-        room = self.model.context - len(ids)
+        room = self.context - len(ids)
         if room < 1:
-            raise context_full(len(ids), self.model.context)
+            raise context_full(len(ids), self.context)
         cache, cached, note = self._kept.begin(ids)
         limit = min(sampling.tokens, room)
         ticks = engine.Ticks(engine.clock_of(self._module.device), stopped)

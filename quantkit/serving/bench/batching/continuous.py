@@ -29,11 +29,9 @@ def serve(
     prompts: Sequence[Sequence[int]],
     size: int,
     clock: Clock,
-    page: int = PAGE,
 ) -> Replay:
-    """Serve every request greedily, at most `size` at once, in cache blocks of `page` tokens. The cache has
-    room for `size` requests as long as the longest. Requests share no blocks, so that every prompt is
-    computed as in the other strategies.
+    """Serve every request greedily, at most `size` at once. The cache has room for `size` requests as long as
+    the longest. Requests share no blocks, so that every prompt is computed as in the other strategies.
 
     clock: returns seconds after waiting for the device. Raises transformers' own errors for models without a
     paged cache, and AttributeError if the installed transformers has a different loop.
@@ -41,8 +39,8 @@ def serve(
     longest = max(request.prompt + request.output for request in requests)
     prefill = sum(sorted((request.prompt for request in requests), reverse=True)[:size])
     settings = transformers.ContinuousBatchingConfig(
-        page_size=page,
-        num_blocks=size * -(-longest // page),
+        page_size=PAGE,
+        num_blocks=size * -(-longest // PAGE),
         max_batch_tokens=min(MOST_TOKENS, size + prefill),
         max_requests_per_batch=size,
         allow_block_sharing=False,

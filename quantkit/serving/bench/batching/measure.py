@@ -13,7 +13,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from quantkit.errors import QuantkitError, one_of
+from quantkit.errors import QuantkitError
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.quantize.progress import SILENT, Progress
 from quantkit.serving.bench import prompts as random_prompts
@@ -25,16 +25,9 @@ from quantkit.serving.engines import transformers as engine
 
 SCHEMA = "quantkit.bench-batching/2"
 WAITS = {"static": math.inf, "dynamic": 0.25}  # seconds that a batch waits to be full
-STRATEGIES = (*WAITS, "continuous")
 WARM_TOKENS = 4  # tokens per answer in the warm-up
 # AttributeError: a transformers whose loop of continuous batching is another one
 FAILURES = (QuantkitError, ImportError, RuntimeError, ValueError, MemoryError, AttributeError)
-
-
-def strategies(settings: BatchingSettings) -> tuple[str, ...]:
-    """Return the strategies of --policies. Raises QuantkitError (exit code 2) for an unknown one."""
-    names = settings.names("policies")
-    return tuple(one_of(name, STRATEGIES, f"unknown policy {name!r}") for name in names)
 
 
 def measure(
@@ -42,10 +35,10 @@ def measure(
 ) -> dict[str, Any]:
     """Load the model, serve the trace with every strategy; return JSON (bench-batching-2.json).
 
-    Raises QuantkitError for an unknown strategy (exit code 2), a model that does not fit the
-    memory (5), or if every strategy fails (4). If only some fail, their outcomes give the reason.
+    Raises QuantkitError for a model that does not fit the memory (exit code 5), or if every strategy fails
+    (4). If only some fail, their outcomes give the reason.
     """
-    names, repeats = strategies(settings), settings.repeats
+    names, repeats = settings.strategies, settings.repeats
     requests = trace.sample(settings, checkpoint.context)
     progress.phase(f"loading {checkpoint.source}")
     longest = max(request.prompt + request.output for request in requests)
