@@ -8,8 +8,8 @@ from quantkit.evaluation.generate import first_difference
 from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files.open import open_checkpoint
 from quantkit.serving.chat.session import Answer, ChatSession
+from quantkit.serving.chat.settings import ChatSettings
 from quantkit.serving.chat.transformers import TransformersChat
-from quantkit.serving.settings import LocalOptions
 
 TURNS = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
 NEXT = "{% if add_generation_prompt %}[assistant] {% endif %}"
@@ -27,7 +27,7 @@ def begin(
     folder: Path, context: int = 256, tokens: int = 8, raw: bool = False, system: str = "", **sampling
 ) -> ChatSession:
     """A session in float32 that takes the likeliest token."""
-    engine = TransformersChat(open_checkpoint(str(folder)), LocalOptions("float32"), context)
+    engine = TransformersChat(open_checkpoint(str(folder)), ChatSettings("float32"), context)
     return ChatSession(engine, Sampling(tokens, **sampling), system, raw)
 
 

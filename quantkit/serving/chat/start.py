@@ -8,10 +8,8 @@ from typing import Any
 
 from quantkit.errors import UNSUPPORTED, USAGE, require
 from quantkit.evaluation.sampling import Sampling, stored_config
-from quantkit.models import kv_types
 from quantkit.models.files import gguf_file, hub
 from quantkit.models.files.open import open_checkpoint
-from quantkit.models.machine.device import choose_device
 from quantkit.quantize.progress import SILENT, Progress
 from quantkit.serving.chat.llamacpp import LlamaCppChat
 from quantkit.serving.chat.session import ChatSession
@@ -36,13 +34,11 @@ def start(
     """Load the model and return the session. Raises QuantkitError for invalid settings, and if the model does
     not load, does not fit the memory, or has no chat template."""
     settings.check()
-    kv_dtype = settings.kv_dtype and kv_types.named(settings.kv_dtype)
     # invalid flags fail before a download; whether the model recommends sampling is not known yet
     chosen_sampling(replace(settings, temperature=settings.temperature or 1.0), {})
     progress.phase(f"loading {source}")
     path = hub.resolve(source, revision, offline)
     engine, note = choose_local(settings.engine, None if path.is_file() else source)
-    device = choose_device(settings.device)
     if engine == "llama.cpp":
         why = "--decoded and --dtype are for transformers: llama.cpp computes in the types of the file"
         hint = "add --engine transformers, or leave them out"
@@ -54,7 +50,7 @@ def start(
         recommended = {name: metadata.get(f"general.sampling.{key}") for name, key in RECOMMENDED.items()}
     else:
         hint = "leave out --kv-dtype: the cache has the precision of --dtype"
-        require(kv_dtype is None, "--kv-dtype is for GGUF files through llama.cpp", hint, UNSUPPORTED)
+        require(settings.cache is None, "--kv-dtype is for GGUF files through llama.cpp", hint, UNSUPPORTED)
         checkpoint = open_checkpoint(source, revision, offline, trust_remote_code)
         stored, made_for = checkpoint.tokenizer.chat_template, checkpoint.context
         if note:
@@ -73,10 +69,9 @@ def start(
     if made_for is not None and context > made_for:
         progress.warn(f"{source} was made for {made_for:,} tokens, --ctx is {context:,}")
     if engine == "llama.cpp":
-        cache = kv_dtype or "float16"
-        chat: Any = LlamaCppChat(source, path, context, settings.cores, given, cache, device.type)
+        chat: Any = LlamaCppChat(source, path, settings, context, given)
     else:
-        chat = TransformersChat(checkpoint, settings, context, settings.decoded, given)
+        chat = TransformersChat(checkpoint, settings, context, given)
     return ChatSession(chat, sampling, settings.system, settings.raw)
 
 

@@ -15,9 +15,9 @@ from quantkit.evaluation.generate import Streamer, decode, first_difference
 from quantkit.evaluation.sampling import Sampling, ends_of_text, generate
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.serving.chat.session import Answer, Stream
+from quantkit.serving.chat.settings import ChatSettings
 from quantkit.serving.engines import context_full
 from quantkit.serving.engines import transformers as engine
-from quantkit.serving.settings import LocalOptions
 from quantkit.text.chat import ChatTemplate
 
 CACHES = ("past_key_values", "cache_params")  # argument names of caches
@@ -29,14 +29,9 @@ class TransformersChat:
     """Answers with a checkpoint. Raises QuantkitError (exit code 5) if it does not fit the memory."""
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        options: LocalOptions,
-        context: int,
-        decoded: bool = False,
-        template: str | None = None,
+        self, checkpoint: Checkpoint, settings: ChatSettings, context: int, template: str | None = None
     ):
-        self._module, self.facts = engine.load(checkpoint, options, context, decoded)
+        self._module, self.facts = engine.load(checkpoint, settings, context, settings.decoded)
         self.source, self.context = checkpoint.source, context
         self.name = f"transformers {self.facts.version}"
         self._checkpoint, self._tokenizer = checkpoint, checkpoint.tokenizer
