@@ -12,7 +12,7 @@ import itertools
 import re
 import statistics
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,12 +71,12 @@ def measure(
     progress.phase(f"loading {checkpoint.source}")
     model, facts = engine.load(checkpoint, settings, lengths[-1] + settings.tokens)
     gc.collect()
-    bench = _AttentionBench(checkpoint, model, settings)
-    kernels = {name: bench.kernel(name, min(SHORT, lengths[0])) for name in names}
+    bench = _AttentionBench(checkpoint, model, settings, Attempts(names, FAILURES, model.device))
+    kernels = bench.kernels(min(SHORT, lengths[0]))
     rows: list[dict[str, Any]] = []
     for index, length in enumerate(lengths):  # long prompts take long
         progress.counting("measuring, in prompt tokens", sum(lengths[:index]), sum(lengths))
-        rows += [row | {"kernel": kernels[row["attention"]] or ""} for row in bench.rows(names, length)]
+        rows += [row | {"kernel": kernels.get(row["attention"], "")} for row in bench.rows(length)]
     if all(row["refused"] for row in rows):
         raise bench.attempts.failure("attention", "eager runs everywhere")
     return {
@@ -92,42 +92,49 @@ def measure(
     }
 
 
+@dataclass(frozen=True)
 class _AttentionBench:
     """The loaded model, switched between attention implementations."""
 
-    def __init__(self, checkpoint: Checkpoint, model: nn.Module, settings: AttentionSettings):
-        self.checkpoint, self.model, self.settings = checkpoint, model, settings
-        self.attempts = Attempts(FAILURES, model.device)
+    checkpoint: Checkpoint
+    model: nn.Module
+    settings: AttentionSettings
+    attempts: Attempts
 
-    def kernel(self, name: str, length: int) -> str | None:
-        """Return the name of the kernel that runs, None if the implementation fails. The first run, in which
+    def kernels(self, length: int) -> dict[str, str]:
+        """Return the names of the kernels that run with prompts of `length` tokens. The first run, in which
         libraries allocate their lasting buffers, is not observed."""
         prompts = self._prompts(length)
 
-        def observed() -> str:
-            self._seconds(prompts)
+        def kernel(name: str) -> str:
+            self._seconds(name, prompts)
             with Operators() as operators:
-                self._seconds(prompts)
+                self._seconds(name, prompts)
             ran = getattr(self.model.config.get_text_config(), "_attn_implementation", name)
             instead = f"; transformers took {ran} instead" if ran != name else ""
             return describe(operators.names) + instead
 
-        return self._attempt(name, observed)
+        return self.attempts.turn(kernel)
 
-    def rows(self, names: Sequence[str], length: int) -> list[dict[str, Any]]:
+    def rows(self, length: int) -> list[dict[str, Any]]:
         """Measure the implementations in turn with prompts of `length` tokens; return a row for each."""
-        refused, prompts = self.attempts.refused, self._prompts(length)
+        names, refused, prompts = self.attempts.names, self.attempts.refused, self._prompts(length)
         if "eager" in names and (too_large := self._too_large(length)):
             refused.setdefault("eager", too_large)
-        prefill = partial(self._seconds, prompts)
-        decode = partial(self._seconds, prompts, 1 + self.settings.tokens)
-        peaks = {name: self._attempt(name, partial(allocated, self.model.device, prefill)) for name in names}
-        turns = [{name: self._attempt(name, decode) for name in names} for _ in range(self.settings.repeats)]
+
+        def prefill_bytes(name: str) -> int | None:
+            return allocated(self.model.device, lambda: self._seconds(name, prompts))
+
+        def seconds(name: str) -> list[float]:
+            return self._seconds(name, prompts, 1 + self.settings.tokens)
+
+        peaks = self.attempts.turn(prefill_bytes)
+        turns = [self.attempts.turn(seconds) for _ in range(self.settings.repeats)]
         rows = []
         for name in names:
             ran = [] if name in refused else [turn[name] for turn in turns]
-            row = {"attention": name, "length": length, "seconds": [seconds[0] for seconds in ran]}
-            row["step_seconds"] = [statistics.median(seconds[1:]) for seconds in ran]
+            row = {"attention": name, "length": length, "seconds": [tokens[0] for tokens in ran]}
+            row["step_seconds"] = [statistics.median(tokens[1:]) for tokens in ran]
             row["prefill_bytes"] = peaks[name] if ran else None
             rows.append(row | {"refused": refused.get(name, "")})
         return rows
@@ -136,18 +143,10 @@ class _AttentionBench:
         vocab_size, seed = self.checkpoint.text_config.vocab_size, f"{self.settings.seed} {length}"
         return random_prompts.draw([length] * self.settings.batch, vocab_size, seed)
 
-    def _attempt(self, name: str, work: Callable[[], Any]) -> Any:
-        """Return the result of `work` under an implementation; None if it fails or has failed before."""
-
-        def switched() -> Any:
-            self.model.set_attn_implementation(name)
-            return work()
-
-        return self.attempts.run(name, switched)
-
-    def _seconds(self, prompts: Prompts, tokens: int = 1) -> list[float]:
-        """Return the seconds of each new token. The first is the prefill, which as in serving computes logits
-        of the last token only: all take more memory than attention does."""
+    def _seconds(self, name: str, prompts: Prompts, tokens: int = 1) -> list[float]:
+        """Return the seconds of each new token under an implementation. The first is the prefill, which as in
+        serving computes logits of the last token only: all take more memory than attention does."""
+        self.model.set_attn_implementation(name)
         return engine.continue_batch(self.model, prompts, tokens, engine.clock_of(self.model.device))[1]
 
     def _too_large(self, length: int) -> str:

@@ -10,7 +10,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from quantkit.errors import QuantkitError
@@ -38,7 +37,7 @@ def measure(
     Raises QuantkitError for a model that does not fit the memory (exit code 5), or if every strategy fails
     (4). If only some fail, their outcomes give the reason.
     """
-    names, repeats = settings.strategies, settings.repeats
+    names = settings.strategies
     requests = trace.sample(settings, checkpoint.context)
     progress.phase(f"loading {checkpoint.source}")
     longest = max(request.prompt + request.output for request in requests)
@@ -54,18 +53,17 @@ def measure(
             return continuous.serve(*arguments, clock)
         return padded.serve(*arguments, WAITS[name], clock)
 
-    attempts = Attempts(FAILURES, model.device)
+    attempts = Attempts(names, FAILURES, model.device)
     progress.phase("warming up")
     batch = requests[: settings.batch]
     warm_up = [TraceRequest(0.0, request.prompt, min(WARM_TOKENS, request.output)) for request in batch]
-    for name in names:
-        attempts.run(name, partial(serve, name, warm_up))
+    attempts.turn(lambda name: serve(name, warm_up))
     replays: dict[str, list[Replay]] = {name: [] for name in names}
-    for index in range(repeats * len(names)):
-        round_, position = divmod(index, len(names))
-        name = names[(round_ + position) % len(names)]  # each round begins with another strategy
-        progress.counting("serving", index, repeats * len(names))
-        replays[name].append(attempts.run(name, partial(serve, name, requests)))
+    for index in range(settings.repeats):
+        progress.counting("serving, in rounds", index, settings.repeats)
+        turn = attempts.turn(lambda name: serve(name, requests), first=index % len(names))
+        for name, replay in turn.items():
+            replays[name].append(replay)
     if len(attempts.refused) == len(names):
         raise attempts.failure("batching", "static runs most models")
     return {
