@@ -156,6 +156,8 @@ def test_ports():
     assert free_port("127.0.0.1", port) == port
     with pytest.raises(QuantkitError, match="192.0.2.1 --port 0 cannot be used: Cannot assign"):
         free_port("192.0.2.1", 0)
+    with pytest.raises(QuantkitError, match="--host ü.. --port 0 cannot be used: "):
+        free_port("ü..", 0)
 
 
 @pytest.mark.parametrize(

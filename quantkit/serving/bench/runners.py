@@ -70,8 +70,7 @@ class TransformersRunner:
 
     def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:
         """Continue prompts of equal length by `tokens` tokens each."""
-        clock = engine.clock_of(self.device)
-        _, (prefill, *steps), cache = engine.continue_batch(self._model, prompts, tokens, clock)
+        _, (prefill, *steps), cache = engine.continue_batch(self._model, prompts, tokens)
         return Timing(prefill, len(prompts) * len(steps), sum(steps), steps, engine.cache_bytes(cache))
 
 

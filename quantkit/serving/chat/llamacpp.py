@@ -6,7 +6,6 @@ quantkit renders the chat template: llama.cpp would run the file's template in t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ class LlamaCppChat:
     ):
         device, kv_dtype = choose_device(settings.device).type, settings.cache or "float16"
         metadata, infos = gguf_file.read_header(path)
-        self.template, self._bos = llamacpp.chat_template(metadata, template, date.today())
+        self.template, self._bos = llamacpp.chat_template(metadata, template)
         context = -(-context // CONTEXT_STEP) * CONTEXT_STEP
         self._server = llamacpp.LlamaCppServer(
             llamacpp.parameters(path, context, settings.cores, kv_dtype=kv_dtype, device=device)

@@ -56,7 +56,7 @@ class TransformersChat:
             raise context_full(len(ids), self.context)
         cache, cached, note = self._kept.begin(ids)
         limit = min(sampling.tokens, room)
-        ticks = engine.Ticks(engine.clock_of(self._module.device), stopped)
+        ticks = engine.Ticks(self._module.device, stopped)
         try:
             out = generate(
                 self._module,

@@ -122,45 +122,38 @@ def client_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return next(client for client in clients if client["client"] == "transformers")
 
 
-Clock = Callable[[], float]  # seconds
-
-
-def clock_of(device: torch.device) -> Clock:
-    """Return a clock: a function that waits for all work on the device and returns seconds."""
-
-    def clock() -> float:
-        synchronize(device)
-        return time.perf_counter()
-
-    return clock
+def device_time(device: torch.device) -> float:
+    """Wait for all work on the device; return the time in seconds."""
+    synchronize(device)
+    return time.perf_counter()
 
 
 class Ticks(transformers.StoppingCriteria):
     """Records the time at creation and after each token; ends the text once `stopped()` is True."""
 
-    def __init__(self, clock: Clock, stopped: Callable[[], bool] = lambda: False):
-        self.clock, self.times, self._stopped = clock, [clock()], stopped
+    def __init__(self, device: torch.device, stopped: Callable[[], bool] = lambda: False):
+        self.times, self._stopped = [device_time(device)], stopped
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        self.times.append(self.clock())
+        self.times.append(device_time(input_ids.device))
         return torch.full((len(input_ids),), self._stopped(), dtype=torch.bool, device=input_ids.device)
 
 
 @torch.no_grad()
 def continue_batch(
-    model: nn.Module, prompts: Sequence[Sequence[int]], tokens: int, clock: Clock
+    model: nn.Module, prompts: Sequence[Sequence[int]], tokens: int
 ) -> tuple[list[list[int]], list[float], Any]:
     """Continue prompts greedily, padded on the left; return continuations `[prompts, tokens]`, the seconds of
     each step (the first is the prefill), and the cache. An end of text does not end a continuation."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    ids, mask = ids.to(model.device), mask.to(model.device)
     model.generation_config = transformers.GenerationConfig()  # not the checkpoint's own end of text
     settings = transformers.GenerationConfig(
         max_new_tokens=tokens, do_sample=False, use_cache=True, pad_token_id=0, return_dict_in_generate=True
     )
-    ids, mask = ids.to(model.device), mask.to(model.device)
-    ticks = Ticks(clock)
+    ticks = Ticks(model.device)
     out = model.generate(ids, attention_mask=mask, generation_config=settings, stopping_criteria=[ticks])
     seconds = [after - before for before, after in itertools.pairwise(ticks.times)]
     return out.sequences[:, width:].tolist(), seconds, out.past_key_values

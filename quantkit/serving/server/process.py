@@ -30,6 +30,7 @@ TOKENS = 16  # of the first answer
 ASK_SECONDS = 0.25  # seconds between two health checks
 PROOF_SECONDS = 300.0  # timeout of the first answer, which may have to build kernels
 MOST_BYTES = 1 << 22  # maximum of an answer; the rest is not read
+BY_ITSELF = "run the command of quantkit serve … --print by itself"
 SHOWN_CHARACTERS = 300  # characters of a server's message that are shown
 
 
@@ -78,9 +79,8 @@ class EngineProcess:
             with suppress(QuantkitError):  # it does not listen yet
                 request(health, min(5.0, limit))
                 return waited
-        error = self.failure(f"{self.name} was not healthy within {limit:g} s")
-        error.hint = "a large model may need more: --start-timeout"
-        raise error
+        hint = "a large model may need more: --start-timeout"
+        raise self.failure(f"{self.name} was not healthy within {limit:g} s", hint)
 
     def first_answer(self) -> dict[str, Any]:
         """Request an answer with default sampling, which transformers keeps; return it as JSON."""
@@ -116,12 +116,11 @@ class EngineProcess:
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
         return self.failure(f"{self.name} ended {how}{when}")
 
-    def failure(self, what: str) -> QuantkitError:
+    def failure(self, what: str, hint: str = BY_ITSELF) -> QuantkitError:
         """Return an error with the message `what` and the engine's last lines."""
         self._reader.join(0.5)  # the last lines may not have been read yet
         lines = [printable(line).strip() for line in self.last if line.strip()]
         output = f"; last lines: {' / '.join(lines)}" if lines else ", without output"
-        hint = "run the command of quantkit serve … --print by itself"
         if "out of memory" in output.lower() or "failed to allocate" in output.lower():
             hint = "a shorter --ctx, a smaller --parallel, or a smaller model: see quantkit plan"
         return QuantkitError(what + output, hint)

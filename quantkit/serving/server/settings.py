@@ -88,7 +88,7 @@ def free_port(host: str, port: int) -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: closed ones may linger
         try:
             probe.bind((host, port))
-        except (OSError, OverflowError) as error:
+        except (OSError, TypeError) as error:  # TypeError: the host is no name
             why = getattr(error, "strerror", None) or error
             hint = "--port 0 takes a free one; --host 127.0.0.1 is always there"
             raise QuantkitError(f"--host {host} --port {port} cannot be used: {why}", hint, USAGE) from error

@@ -147,7 +147,7 @@ class _AttentionBench:
         """Return the seconds of each new token under an implementation. The first is the prefill, which as in
         serving computes logits of the last token only: all take more memory than attention does."""
         self.model.set_attn_implementation(name)
-        return engine.continue_batch(self.model, prompts, tokens, engine.clock_of(self.model.device))[1]
+        return engine.continue_batch(self.model, prompts, tokens)[1]
 
     def _too_large(self, length: int) -> str:
         """Return why eager needs too much memory, or "". On a CPU the system would kill the process."""

@@ -48,10 +48,9 @@ def measure(
     def serve(name: str, requests: Sequence[TraceRequest]) -> Replay:
         """Serve `requests`, the first of the trace."""
         arguments = model, requests, prompts[: len(requests)], settings.batch
-        clock = engine.clock_of(model.device)
         if name == "continuous":
-            return continuous.serve(*arguments, clock)
-        return padded.serve(*arguments, WAITS[name], clock)
+            return continuous.serve(*arguments)
+        return padded.serve(*arguments, WAITS[name])
 
     attempts = Attempts(names, FAILURES, model.device)
     progress.phase("warming up")

@@ -19,6 +19,7 @@ import numpy as np
 from quantkit.serving.bench.settings import BatchingSettings
 
 PERCENTILES = (50, 90, 99)
+Prompts = Sequence[Sequence[int]]  # token ids
 
 
 @dataclass(frozen=True)
