@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import signal
 
@@ -80,6 +81,7 @@ def test_sampling_is_as_recommended_unless_asked_otherwise():
     assert chosen(recommended) == Sampling(8, 0.6, 0, 20, 0.95)
     assert chosen(recommended, top_k=5) == Sampling(8, 0.6, 0, 5, 0.95)
     assert chosen(recommended, temperature=0.0) == Sampling(8)
+    assert chosen(recommended | {"top_k": math.inf, "top_p": math.nan}) == Sampling(8, 0.6)
     assert chosen({}, seed=3) == Sampling(8, seed=3)
     with pytest.raises(QuantkitError, match="for sampling"):
         chosen({}, top_k=5)

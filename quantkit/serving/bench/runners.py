@@ -55,7 +55,7 @@ class TransformersRunner:
         self.device = choose_device(settings.device)
         dtype = shared_dtype(settings.dtype, self._checkpoint, self.device)
         self.dtype = str(dtype).removeprefix("torch.")
-        self.packed = bool(subject.stored) and self._checkpoint.folder.is_dir() and not settings.decoded
+        self.packed = self._checkpoint.quantized and subject.path.is_dir() and not settings.decoded
         for package in engine.client_of(self._checkpoint)["needs"] if self.packed else ():
             if installed(package):
                 import_module(package.replace("-", "_"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -46,7 +47,7 @@ def start(
         metadata, _ = gguf_file.read_header(path)
         stored = llamacpp.stored_template(metadata)
         made_for = metadata.get(f"{metadata.get('general.architecture')}.context_length")
-        made_for = made_for if isinstance(made_for, int) and made_for > 0 else None
+        made_for = made_for if isinstance(made_for, int) else None
         recommended = {name: metadata.get(f"general.sampling.{key}") for name, key in RECOMMENDED.items()}
     else:
         hint = "leave out --kv-dtype: the cache has the precision of --dtype"
@@ -78,11 +79,11 @@ def start(
 def chosen_sampling(settings: ChatSettings, recommended: Mapping[str, Any]) -> Sampling:
     """Return the sampling settings: flags first, then `recommended`, which temperature 0 switches off.
 
-    Values of `recommended` that are no numbers are ignored. Raises QuantkitError for invalid values.
+    Values of `recommended` that are no finite numbers are ignored. Raises QuantkitError for invalid values.
     """
     flags = {name: getattr(settings, name) for name in RECOMMENDED if getattr(settings, name) is not None}
-    numbers = {k: v for k, v in recommended.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    chosen = numbers | flags
+    numbers = {name: value for name, value in recommended.items() if type(value) in (int, float)}
+    chosen = {name: value for name, value in numbers.items() if abs(value) < math.inf} | flags
     if not chosen.get("temperature"):
         chosen = flags
     if "top_k" in chosen:

@@ -73,7 +73,7 @@ def _packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
         return None, f"{REFUSED}: {client['note']}"
     if missing := [package for package in client["needs"] if not installed(package)]:
         return None, f"{REFUSED}: it needs {' and '.join(missing)} (pip install {' '.join(missing)})"
-    need, free = sum(info.nbytes for info in checkpoint.infos.values()), free_memory(device)
+    need, free = checkpoint.stored_bytes, free_memory(device)
     what = f"{checkpoint.source} takes {megabytes(need)}, {megabytes(free)} of memory are free"
     require(need <= free, what, "choose another --device, or fewer bits", RESOURCES)
     logging.getLogger(CHATTY).setLevel(logging.ERROR)

@@ -126,7 +126,7 @@ def _load(checkpoint: Checkpoint, settings: SpecdecSettings) -> tuple[nn.Module,
     return model, {
         "weights": facts.weight_bytes,
         "kv": cache_bytes(checkpoint.folder, tokens, facts.dtype),
-        "stored": sum(info.nbytes for info in checkpoint.infos.values()),
+        "stored": checkpoint.stored_bytes,
         "kernels": facts.kernels,
         "note": facts.note,
     }
