@@ -187,7 +187,7 @@ def refusing(*_):
 
 
 def test_a_strategy_that_cannot_serve_is_an_outcome(checkpoint, monkeypatch):
-    monkeypatch.setattr(continuous, "serve", refusing)
+    monkeypatch.setitem(measure.SERVE, "continuous", refusing)
     made = measure.measure(checkpoint, asked("static,continuous"))
     static, other = made["outcomes"]
     assert other["refused"] == "Invalid layer type: mamba" and static["figures"] is not None
@@ -210,7 +210,7 @@ def test_a_strategy_that_fails_midway_is_an_outcome(checkpoint, monkeypatch):
             raise torch.OutOfMemoryError("out of memory\nTried to allocate 20.00 GiB")
         return serve(*arguments)
 
-    monkeypatch.setattr(continuous, "serve", once)
+    monkeypatch.setitem(measure.SERVE, "continuous", once)
     made = measure.measure(checkpoint, asked("continuous,static"))
     assert made["outcomes"][0]["refused"] == "out of memory" and made["outcomes"][1]["ratio"] == 1.0
 

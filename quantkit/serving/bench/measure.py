@@ -150,23 +150,18 @@ def events(
     with tempfile.TemporaryFile() as pickled, tempfile.TemporaryFile() as errors:
         pickle.dump((subject, engine, settings, workloads), pickled)
         pickled.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", MODULE],  # -P: no modules of the current folder
-            stdin=pickled,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=os.environ | variables,
-        )
-        try:
-            for line in process.stdout:
-                if line.endswith(b"\n"):  # else the worker died while it wrote
-                    yield json.loads(line)
-            if code := process.wait():
-                errors.seek(0)
-                yield {"event": "failed", "message": death(code, errors.read().decode(errors="replace"))}
-        finally:
-            process.kill()
-            process.communicate()
+        command = [sys.executable, "-P", "-m", MODULE]  # -P: no modules of the current folder
+        pipes = {"stdin": pickled, "stdout": subprocess.PIPE, "stderr": errors}
+        with subprocess.Popen(command, env=os.environ | variables, **pipes) as process:
+            try:
+                for line in process.stdout:
+                    if line.endswith(b"\n"):  # else the worker died while it wrote
+                        yield json.loads(line)
+                if code := process.wait():
+                    errors.seek(0)
+                    yield {"event": "failed", "message": death(code, errors.read().decode(errors="replace"))}
+            finally:
+                process.kill()
 
 
 def death(code: int, stderr: str) -> str:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
@@ -166,16 +166,14 @@ def request(url: str, timeout: float, body: Mapping[str, Any] | None = None, key
     timeout: seconds without a byte. key: API key. Raises QuantkitError, without the key.
     """
     address = urlsplit(url)
-    connection = HTTPConnection(address.netloc, timeout=timeout)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     try:
-        connection.request("POST" if body else "GET", address.path, body and json.dumps(body), headers)
-        response = connection.getresponse()
-        answer = response.read(MOST_BYTES)
+        with closing(HTTPConnection(address.netloc, timeout=timeout)) as connection:
+            connection.request("POST" if body else "GET", address.path, body and json.dumps(body), headers)
+            response = connection.getresponse()
+            answer = response.read(MOST_BYTES)
     except (OSError, HTTPException) as error:
         raise QuantkitError(f"{url} cannot be reached: {first_line(error)}") from error
-    finally:
-        connection.close()
     if response.status != 200:
         text = answer.decode("utf-8", "replace").replace(key or "\0", "…").strip()
         shown = textwrap.shorten(text, SHOWN_CHARACTERS, placeholder=" …")

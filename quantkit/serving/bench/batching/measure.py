@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from quantkit.errors import QuantkitError
@@ -23,7 +24,11 @@ from quantkit.serving.bench.settings import BatchingSettings
 from quantkit.serving.engines import transformers as engine
 
 SCHEMA = "quantkit.bench-batching/2"
-WAITS = {"static": math.inf, "dynamic": 0.25}  # seconds that a batch waits to be full
+SERVE = {  # wait: seconds that a batch waits to be full
+    "static": partial(padded.serve, wait=math.inf),
+    "dynamic": partial(padded.serve, wait=0.25),
+    "continuous": continuous.serve,
+}
 WARM_TOKENS = 4  # tokens per answer in the warm-up
 # AttributeError: a transformers whose loop of continuous batching is another one
 FAILURES = (QuantkitError, ImportError, RuntimeError, ValueError, MemoryError, AttributeError)
@@ -44,23 +49,17 @@ def measure(
     model, facts = engine.load(checkpoint, settings, settings.batch * longest)
     lengths = [request.prompt for request in requests]
     prompts = random_prompts.draw(lengths, checkpoint.text_config.vocab_size, f"{settings.seed} tokens")
-
-    def serve(name: str, requests: Sequence[TraceRequest]) -> Replay:
-        """Serve `requests`, the first of the trace."""
-        arguments = model, requests, prompts[: len(requests)], settings.batch
-        if name == "continuous":
-            return continuous.serve(*arguments)
-        return padded.serve(*arguments, WAITS[name])
-
     attempts = Attempts(names, FAILURES, model.device)
     progress.phase("warming up")
     batch = requests[: settings.batch]
     warm_up = [TraceRequest(0.0, request.prompt, min(WARM_TOKENS, request.output)) for request in batch]
-    attempts.turn(lambda name: serve(name, warm_up))
+    attempts.turn(lambda name: SERVE[name](model, warm_up, prompts, settings.batch))
     replays: dict[str, list[Replay]] = {name: [] for name in names}
     for index in range(settings.repeats):
         progress.counting("serving, in rounds", index, settings.repeats)
-        turn = attempts.turn(lambda name: serve(name, requests), first=index % len(names))
+        turn = attempts.turn(
+            lambda name: SERVE[name](model, requests, prompts, settings.batch), first=index % len(names)
+        )
         for name, replay in turn.items():
             replays[name].append(replay)
     if len(attempts.refused) == len(names):
