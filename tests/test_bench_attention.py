@@ -128,6 +128,15 @@ def test_an_implementation_that_fails_at_a_length_is_refused_from_there_on(check
     assert [bool(row["kernel"]) for row in rows] == [True] * 3
 
 
+def test_eager_is_refused_for_its_scores_only_if_it_is_asked_for(checkpoint, monkeypatch):
+    monkeypatch.setattr("quantkit.serving.bench.attention.measure.free_memory", lambda device: 0)
+    eager, sdpa = measure(checkpoint, asked("eager,sdpa", (8,)))["rows"]
+    assert eager["refused"].startswith("scores of one layer take") and not sdpa["refused"]
+    with pytest.raises(QuantkitError, match="no attention ran: no_such_attention: ") as error:
+        measure(checkpoint, asked("no_such_attention", (8,)))
+    assert "scores of one layer" not in error.value.message
+
+
 @pytest.mark.parametrize("mistake", [KeyError, TypeError, AttributeError])
 def test_a_mistake_is_no_refusal(checkpoint, mistake):
     def wrong(*arguments, **more):
