@@ -28,7 +28,7 @@ FACTS = {
 
 def subject(source: str, weight_bytes: int = 2000) -> Subject:
     """Of 1000 parameters."""
-    return Subject(source, Path(source), "safetensors", None, weight_bytes, 2500, 16.0, 1000, 512, 64)
+    return Subject(source, Path(source), weight_bytes, 2500, 16.0, 1000, 512, 64)
 
 
 def run(work: Workload, tokens: int, prefill: float, step: float) -> dict:

@@ -8,6 +8,7 @@ from quantkit.evaluation.generate import first_difference
 from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files.open import open_checkpoint
 from quantkit.serving.chat.session import Answer, ChatSession
+from quantkit.serving.chat.settings import ChatSettings
 from quantkit.serving.chat.transformers import TransformersChat
 
 TURNS = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
@@ -26,7 +27,7 @@ def begin(
     folder: Path, context: int = 256, tokens: int = 8, raw: bool = False, system: str = "", **sampling
 ) -> ChatSession:
     """A session in float32 that takes the likeliest token."""
-    engine = TransformersChat(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"), context)
+    engine = TransformersChat(open_checkpoint(str(folder)), ChatSettings("float32"), context)
     return ChatSession(engine, Sampling(tokens, **sampling), system, raw)
 
 
@@ -71,7 +72,7 @@ def converse(session: ChatSession, fed: Fed, said: list[str]) -> list[Answer]:
         answers.append(session.say(text, silent))
         counted = fed.tokens[before:]
         assert counted == [answers[-1].prefilled_tokens, *[1] * (answers[-1].generated_tokens - 1)]
-        room = session.engine.model.context - len(fed.prompts[-1])
+        room = session.engine.context - len(fed.prompts[-1])
         tokens = min(session.sampling.tokens, room)
         expected = fed.anew(fed.prompts[-1], tokens, session.engine._ends)
         del fed.tokens[before + len(counted) :]

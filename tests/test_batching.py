@@ -1,5 +1,6 @@
 """Batching: what is counted, by hand; a small model served three ways on a clock that ticks once a step."""
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -21,17 +22,6 @@ from quantkit.serving.engines import transformers as engine
 
 # A is there first; B and C come together. On a clock that ticks once a step everything is known by hand.
 REQUESTS = (TraceRequest(0.0, 3, 3), TraceRequest(0.5, 2, 2), TraceRequest(0.5, 4, 1))
-
-
-class Ticks:
-    """A second later whenever it is asked."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
 
 
 @pytest.fixture(scope="module")
@@ -82,25 +72,25 @@ def test_a_padded_batch_is_counted():
     assert found["first_token"] == pytest.approx({"p50": 5.5, "p90": 5.9, "p99": 5.99})
 
 
-def test_static_batches_on_the_clock(model, prompts):
+def test_static_batches_on_the_clock(model, prompts, ticking):
     """A and B start when B is there and end with A's third token; then C, alone."""
-    replay = padded.serve(model, REQUESTS, prompts, 2, math.inf, Ticks())
+    replay = padded.serve(model, REQUESTS, prompts, 2, math.inf)
     assert times(replay) == [(1.5, 3.5), (1.5, 3.5), (4.5, 4.5)]
     assert [step.seconds for step in replay.steps] == [1.0] * 4
     assert figures(replay)["idle"] == 0.25  # the last token of two in the two steps of two sequences
 
 
-def test_dynamic_batches_on_the_clock(model, prompts):
+def test_dynamic_batches_on_the_clock(model, prompts, ticking):
     """A waits a quarter of a second for nobody; B and C are together when it is done."""
-    replay = padded.serve(model, REQUESTS, prompts, 2, 0.25, Ticks())
+    replay = padded.serve(model, REQUESTS, prompts, 2, 0.25)
     assert times(replay) == [(1.25, 3.25), (4.25, 5.25), (4.25, 5.25)]
 
 
-def test_continuous_batches_on_the_clock(model, prompts):
+def test_continuous_batches_on_the_clock(model, prompts, ticking):
     """B joins at A's second step, and C at once when both are done. Blocks hold 4 tokens: after the steps
     1, 2, 3 and 1 of them are held for 3, 4 + 2, 5 + 3 and 4 tokens."""
     before = model.config._attn_implementation
-    replay = continuous.serve(model, REQUESTS, prompts, 2, Ticks(), 4)
+    replay = continuous.serve(model, REQUESTS, prompts, 2)
     assert times(replay) == [(1.0, 3.0), (2.0, 3.0), (4.0, 4.0)]
     assert [(step.used, step.reserved) for step in replay.steps] == [(3, 4), (6, 8), (8, 12), (4, 4)]
     assert [(step.prompt_tokens, step.sequences) for step in replay.steps] == [(3, 0), (2, 1), (0, 2), (4, 0)]
@@ -109,9 +99,9 @@ def test_continuous_batches_on_the_clock(model, prompts):
     assert model.config._attn_implementation == before
 
 
-def test_nothing_is_computed_while_nobody_is_there(model, prompts):
+def test_nothing_is_computed_while_nobody_is_there(model, prompts, ticking):
     late = [replace(REQUESTS[0]), TraceRequest(100.0, 2, 2)]
-    replay = continuous.serve(model, late, prompts, 2, Ticks(), 4)
+    replay = continuous.serve(model, late, prompts, 2)
     assert times(replay) == [(1.0, 3.0), (101.0, 102.0)] and len(replay.steps) == 5
 
 
@@ -119,11 +109,11 @@ def test_all_three_write_what_each_request_alone_gets(model):
     requests = [TraceRequest(index * 0.3, 3 + 5 * index % 11, 1 + 7 * index % 9) for index in range(7)]
     prompts = drawn(requests, model, "1")
     alone = [
-        tuple(engine.continue_batch(model, [prompt], request.output, Ticks())[0][0])
+        tuple(engine.continue_batch(model, [prompt], request.output)[0][0])
         for prompt, request in zip(prompts, requests, strict=True)
     ]
-    replays = [padded.serve(model, requests, prompts, 3, wait, Ticks()) for wait in (math.inf, 0.1)]
-    replays.append(continuous.serve(model, requests, prompts, 3, Ticks(), 4))
+    replays = [padded.serve(model, requests, prompts, 3, wait) for wait in (math.inf, 0.1)]
+    replays.append(continuous.serve(model, requests, prompts, 3))
     for replay in replays:
         assert [served.tokens for served in replay.requests] == alone
 
@@ -131,7 +121,7 @@ def test_all_three_write_what_each_request_alone_gets(model):
 def test_the_loop_that_is_stepped_writes_what_generate_batch_writes(model):
     requests = [TraceRequest(0.0, length, 6) for length in (3, 9, 5, 7)]
     prompts = drawn(requests, model, "2")
-    ours = continuous.serve(model, requests, prompts, 2, Ticks(), 4)
+    ours = continuous.serve(model, requests, prompts, 2)
     settings = transformers.ContinuousBatchingConfig(page_size=4, num_blocks=40, max_batch_tokens=64)
     greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=6)
     theirs = model.generate_batch(prompts, greedy, settings)
@@ -141,12 +131,21 @@ def test_the_loop_that_is_stepped_writes_what_generate_batch_writes(model):
 
 
 def asked(policies: str = "static,dynamic,continuous", **more) -> BatchingSettings:
-    return BatchingSettings(**{"policies": policies, "batch": 2, "repeats": 2} | more)
+    return BatchingSettings(**{"policies": policies, "batch": 2, "repeats": 2, "dtype": "float32"} | more)
 
 
 @pytest.fixture(autouse=True)
 def by_hand(monkeypatch):
     monkeypatch.setattr(trace, "sample", lambda *_: REQUESTS)
+    monkeypatch.setattr(continuous, "PAGE", 4)
+
+
+@pytest.fixture
+def ticking(monkeypatch):
+    """A second for each step, on every clock."""
+    seconds = itertools.count()
+    for module in (engine, continuous):
+        monkeypatch.setattr(module, "device_time", lambda device: float(next(seconds)))
 
 
 @pytest.fixture
@@ -159,7 +158,7 @@ def result(folder):
     checkpoint = open_checkpoint(str(folder), None, True, False)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(trace, "sample", lambda *_: REQUESTS)
-        return measure.measure(checkpoint, asked(), torch.bfloat16, torch.device("cpu"))
+        return measure.measure(checkpoint, asked(dtype="bfloat16"))
 
 
 def test_a_result_has_every_strategy(result):
@@ -188,8 +187,8 @@ def refusing(*_):
 
 
 def test_a_strategy_that_cannot_serve_is_an_outcome(checkpoint, monkeypatch):
-    monkeypatch.setattr(continuous, "serve", refusing)
-    made = measure.measure(checkpoint, asked("static,continuous"), torch.float32, torch.device("cpu"))
+    monkeypatch.setitem(measure.SERVE, "continuous", refusing)
+    made = measure.measure(checkpoint, asked("static,continuous"))
     static, other = made["outcomes"]
     assert other["refused"] == "Invalid layer type: mamba" and static["figures"] is not None
     json.dumps(made, allow_nan=False)
@@ -197,7 +196,7 @@ def test_a_strategy_that_cannot_serve_is_an_outcome(checkpoint, monkeypatch):
 
 def test_another_loop_in_transformers_is_an_outcome(checkpoint, monkeypatch):
     monkeypatch.delattr(continuous_api.ContinuousMixin, "init_continuous_batching")
-    made = measure.measure(checkpoint, asked("static,continuous"), torch.float32, torch.device("cpu"))
+    made = measure.measure(checkpoint, asked("static,continuous"))
     assert "init_continuous_batching" in made["outcomes"][1]["refused"]
 
 
@@ -211,8 +210,8 @@ def test_a_strategy_that_fails_midway_is_an_outcome(checkpoint, monkeypatch):
             raise torch.OutOfMemoryError("out of memory\nTried to allocate 20.00 GiB")
         return serve(*arguments)
 
-    monkeypatch.setattr(continuous, "serve", once)
-    made = measure.measure(checkpoint, asked("continuous,static"), torch.float32, torch.device("cpu"))
+    monkeypatch.setitem(measure.SERVE, "continuous", once)
+    made = measure.measure(checkpoint, asked("continuous,static"))
     assert made["outcomes"][0]["refused"] == "out of memory" and made["outcomes"][1]["ratio"] == 1.0
 
 
@@ -220,10 +219,8 @@ def test_a_strategy_that_fails_midway_is_an_outcome(checkpoint, monkeypatch):
     "values", [{"policies": "static,magic"}, {"policies": ","}, {"batch": 0}, {"repeats": 0}, {"rate": 0.0}]
 )
 def test_settings_that_make_no_sense_are_refused(values):
-    settings = asked(**values)
     with pytest.raises(QuantkitError) as error:
-        settings.check()
-        measure.strategies(settings)
+        asked(**values).check()
     assert error.value.exit_code == 2
 
 
@@ -233,7 +230,7 @@ def test_it_runs_on_an_accelerator(checkpoint, monkeypatch):
     torch.get_device_module.cache_clear()  # torch remembers that there was none
     with far_device.present() as device:
         device.streams = False
-        made = measure.measure(checkpoint, asked(repeats=1), torch.float32, far_device.FAR)
+        made = measure.measure(checkpoint, asked(repeats=1, device="far"))
         assert device.launches
     torch.get_device_module.cache_clear()
     assert [outcome["refused"] for outcome in made["outcomes"]] == [""] * 3

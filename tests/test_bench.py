@@ -15,7 +15,6 @@ import bench_runs
 import gguf_files
 import psutil
 import pytest
-import torch
 import transformers
 from bench_runs import SMALL, checked, measured, subject
 
@@ -98,7 +97,7 @@ def test_a_client_that_fails_at_first_use_is_not_used(make, tiny_model, tmp_path
 
     monkeypatch.setattr(layers.Linear4bit, "forward", failing)
     checkpoint = open_checkpoint(str(tmp_path / "nf4"))
-    _, found = engine.load(checkpoint, torch.float32, torch.device("cpu"), 8)
+    _, found = engine.load(checkpoint, SMALL, 8)
     assert (found.kernels, found.packed) == ("torch Linear", False)
     assert found.note == "transformers does not load it packed: no kernel for this device"
 
@@ -107,7 +106,7 @@ def test_packages_that_are_missing_are_named_as_inspect_names_them(make, tiny_mo
     make("nf4", tiny_model("llama", num_hidden_layers=1), "-o", tmp_path / "nf4")
     checkpoint = open_checkpoint(str(tmp_path / "nf4"))
     monkeypatch.setattr(engine, "installed", lambda package: package == "bitsandbytes")
-    _, found = engine.load(checkpoint, torch.float32, torch.device("cpu"), 8)
+    _, found = engine.load(checkpoint, SMALL, 8)
     assert found.note == "transformers does not load it packed: it needs accelerate (pip install accelerate)"
     assert engine.client_of(checkpoint)["note"] == "with accelerate and bitsandbytes installed"
 
@@ -127,7 +126,7 @@ def test_clients_are_silent_while_they_load(make, tiny_model, tmp_path, monkeypa
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", chatty)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _, found = engine.load(open_checkpoint(str(tmp_path / "nf4")), torch.float32, torch.device("cpu"), 8)
+        _, found = engine.load(open_checkpoint(str(tmp_path / "nf4")), SMALL, 8)
     assert found.packed and capsys.readouterr() == ("", "")
     assert logging.root.manager.disable == 0
 
@@ -247,6 +246,19 @@ def test_a_worker_that_dies_is_a_row_that_says_why(tmp_path, monkeypatch, body, 
     assert [point["error"] for point in made["models"][1]["points"]] == [dead.error] * 2
     assert made["models"][0]["points"][0]["decode"]["median"] == pytest.approx(100)
     assert show.failures(made) == [f"dead: {dead.error}"]
+
+
+def test_a_worker_imports_nothing_from_the_current_folder(tmp_path, monkeypatch):
+    """Which may be a model that somebody downloaded."""
+    (tmp_path / "modules").mkdir()
+    body = """import json; print(json.dumps({"event": "failed", "message": "no fix"}))"""
+    (tmp_path / "modules" / "failing.py").write_text(body)
+    (tmp_path / "json.py").write_text("raise SystemExit('code of the model')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    monkeypatch.setattr(measure, "MODULE", "failing")
+    (event,) = measure.events(subject("m"), "transformers", SMALL, SMALL.workloads)
+    assert event["message"] == "no fix"
 
 
 def test_an_engine_that_cannot_run_a_checkpoint_is_a_row(tiny_model):

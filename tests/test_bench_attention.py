@@ -43,12 +43,13 @@ def result(checkpoint):
 def asked(names: str, lengths=(), **more) -> AttentionSettings:
     lengths = ",".join(map(str, lengths)) or None
     made = {"implementations": names, "prompt_tokens": lengths, "tokens": 1, "repeats": 1}
+    made |= {"dtype": "float32", "device": "cpu"}
     return AttentionSettings(**made | more)
 
 
 def measured(checkpoint, lengths=LENGTHS):
     settings = asked("eager,sdpa,no_such_attention", lengths, batch=BATCH, tokens=2, repeats=2)
-    return measure(checkpoint, settings, torch.float32, CPU)
+    return measure(checkpoint, settings)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +123,18 @@ def test_an_implementation_that_fails_at_a_length_is_refused_from_there_on(check
 
     AttentionInterface.register("short_only", short)
     settings = asked("short_only", (24, 48, 64))
-    rows = measure(checkpoint, settings, torch.float32, CPU)["rows"]
+    rows = measure(checkpoint, settings)["rows"]
     assert [row["refused"] for row in rows] == ["", *["headdim not supported"] * 2]
     assert [bool(row["kernel"]) for row in rows] == [True] * 3
+
+
+def test_eager_is_refused_for_its_scores_only_if_it_is_asked_for(checkpoint, monkeypatch):
+    monkeypatch.setattr("quantkit.serving.bench.attention.measure.free_memory", lambda device: 0)
+    eager, sdpa = measure(checkpoint, asked("eager,sdpa", (8,)))["rows"]
+    assert eager["refused"].startswith("scores of one layer take") and not sdpa["refused"]
+    with pytest.raises(QuantkitError, match="no attention ran: no_such_attention: ") as error:
+        measure(checkpoint, asked("no_such_attention", (8,)))
+    assert "scores of one layer" not in error.value.message
 
 
 @pytest.mark.parametrize("mistake", [KeyError, TypeError, AttributeError])
@@ -134,7 +144,7 @@ def test_a_mistake_is_no_refusal(checkpoint, mistake):
 
     AttentionInterface.register("wrong", wrong)
     with pytest.raises(mistake, match="ours"):
-        measure(checkpoint, asked("eager,wrong", (8,)), torch.float32, CPU)
+        measure(checkpoint, asked("eager,wrong", (8,)))
 
 
 def test_lengths_end_where_the_model_does():
@@ -170,7 +180,7 @@ def test_it_runs_on_an_accelerator(checkpoint):
     """On the double, whose allocator tells no peak and which takes sdpa as one kernel."""
     with far_device.present():
         settings = asked("eager,sdpa", (8, 16), device="far")
-        made = measure(checkpoint, settings, torch.float32, far_device.FAR)
+        made = measure(checkpoint, settings)
     assert [row["refused"] for row in made["rows"]] == [""] * 4
     assert (
         made["rows"][0]["kernel"].startswith("scores written out")

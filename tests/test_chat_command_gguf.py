@@ -105,7 +105,7 @@ def test_thoughts_are_part_of_the_answer(begin, model):
 
 def test_raw_text_and_a_context_that_is_full(begin):
     session = begin(raw=True, tokens=400, ctx=200)
-    assert session.engine.model.context == 256  # llama.cpp rounds up
+    assert session.engine.context == 256  # llama.cpp rounds up
     session.messages.append({"role": "user", "content": "Lily"})
     with pytest.raises(QuantkitError, match="no room for an answer in a context of 256"):
         session.say(" and Tom" * 200, silent)
@@ -116,7 +116,7 @@ def test_raw_text_and_a_context_that_is_full(begin):
 def test_memory_and_what_is_recommended(begin, model):
     session = begin(kv_dtype="q8_0")
     _, infos = gguf_file.read_header(model)
-    assert session.engine.model.weight_bytes == sum(info.nbytes for info in infos.values())
+    assert session.engine.facts.weight_bytes == sum(info.nbytes for info in infos.values())
     made = session.say("x", silent)
     per_token = 6 * 2 * 2 * 64 * 34 // 32  # 6 layers, keys and values of 2 heads of 64 values
     assert made.kv_bytes == 512 * per_token

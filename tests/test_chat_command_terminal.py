@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import signal
 
@@ -14,8 +15,9 @@ from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.serving.chat import start
-from quantkit.serving.chat.session import Answer, ChatModel, ChatSession
+from quantkit.serving.chat.session import Answer, ChatSession
 from quantkit.serving.chat.settings import ChatSettings
+from quantkit.serving.engines import EngineFacts
 from quantkit.text import calibration
 
 # ---- files and commands
@@ -79,6 +81,7 @@ def test_sampling_is_as_recommended_unless_asked_otherwise():
     assert chosen(recommended) == Sampling(8, 0.6, 0, 20, 0.95)
     assert chosen(recommended, top_k=5) == Sampling(8, 0.6, 0, 5, 0.95)
     assert chosen(recommended, temperature=0.0) == Sampling(8)
+    assert chosen(recommended | {"top_k": math.inf, "top_p": math.nan}) == Sampling(8, 0.6)
     assert chosen({}, seed=3) == Sampling(8, seed=3)
     with pytest.raises(QuantkitError, match="for sampling"):
         chosen({}, top_k=5)
@@ -183,7 +186,8 @@ class Written:
 
     def __init__(self, text: str, during=lambda letter: None):
         self.text, self.during = text, during
-        self.model = ChatModel("written", "none", "none", "cpu", "float32", 100, 0)
+        self.source, self.name, self.context = "written", "none", 100
+        self.facts = EngineFacts("0", 0, "none", False, "float32", "cpu")
 
     def answer(self, text, raw, sampling, stream, stopped) -> Answer:
         said = ""

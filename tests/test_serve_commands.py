@@ -3,8 +3,10 @@
 import shlex
 import socket
 import sys
+from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.serving.engines import llama_server
@@ -43,15 +45,31 @@ def test_llamacpp_reserves_all_sequences(monkeypatch):
     assert own.argv[0] == "/bin/llama-server" and own.argv[1:] == made.argv[3:]
 
 
-def test_the_wheels_server_takes_what_llama_server_takes():
+def test_the_wheels_server_takes_what_llama_server_takes(monkeypatch, tmp_path):
     xllamacpp = pytest.importorskip("xllamacpp")
-    made = command("llama.cpp", "/models/m.gguf", kv_dtype="q8_0", device="cpu", host="::1")
-    found = llama_server.parameters(llama_server.parse(list(made.argv[3:])), "secret")
-    assert (found.model.path, found.model_alias) == ("/models/m.gguf", {"m"})
+    (tmp_path / "m.gguf").touch()
+    made = command("llama.cpp", str(tmp_path / "m.gguf"), kv_dtype="q8_0", device="cpu", host="::1")
+    started = []
+
+    def start(params):
+        started.append(params)
+        return SimpleNamespace(listening_address="")
+
+    monkeypatch.setattr(xllamacpp, "Server", start)
+    monkeypatch.setattr(llama_server.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr(llama_server.signal, "pause", lambda: None)
+    monkeypatch.setenv("LLAMA_API_KEY", "secret")
+    assert CliRunner().invoke(llama_server.app, made.argv[3:]).exit_code == 0
+    (found,) = started
+    assert (found.model.path, found.model_alias) == (str(tmp_path / "m.gguf"), {"m"})
     assert (found.hostnames, found.port, found.api_keys) == (["::1"], 8123, ["secret"])
     assert (found.n_ctx, found.n_parallel, found.n_gpu_layers) == (4096, 4, 0)
     q8_0 = xllamacpp.ggml_type.GGML_TYPE_Q8_0
     assert (found.cache_type_k, found.cache_type_v) == (q8_0, q8_0)
+    refused = CliRunner().invoke(llama_server.app, [*made.argv[3:], "--cache-type-k", "q9"])
+    assert refused.exit_code == 1 and len(started) == 1
+    refused = CliRunner().invoke(llama_server.app, [*made.argv[3:], "--rope", "1"])
+    assert refused.exit_code == 2 and "No such option: --rope" in refused.output
 
 
 def test_mlx_names_the_model_by_its_folder():
@@ -138,6 +156,8 @@ def test_ports():
     assert free_port("127.0.0.1", port) == port
     with pytest.raises(QuantkitError, match="192.0.2.1 --port 0 cannot be used: Cannot assign"):
         free_port("192.0.2.1", 0)
+    with pytest.raises(QuantkitError, match="--host ü.. --port 0 cannot be used: "):
+        free_port("ü..", 0)
 
 
 @pytest.mark.parametrize(

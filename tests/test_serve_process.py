@@ -147,6 +147,16 @@ def test_a_deaf_one_is_killed_with_its_children(monkeypatch):
     assert engine.wait(0) == -signal.SIGKILL and gone(child)
 
 
+def test_an_engine_imports_nothing_from_the_current_folder(tmp_path, monkeypatch):
+    """Which may be a model that somebody downloaded."""
+    (tmp_path / "json.py").write_text("print('code of the model')")
+    monkeypatch.chdir(tmp_path)
+    tool = replace(prepared("well"), command=ServerCommand((sys.executable, "-m", "json.tool", "-h"), "m"))
+    with pytest.raises(QuantkitError, match="ended with exit code 0") as failed, serving(tool):
+        pass
+    assert "--compact" in failed.value.message and "code of the model" not in failed.value.message
+
+
 def test_a_program_that_is_not_there():
     missing = replace(prepared("well"), command=ServerCommand(("/no/such/program",), "m"))
     with pytest.raises(QuantkitError, match="/no/such/program cannot be started"), serving(missing):

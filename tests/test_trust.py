@@ -13,6 +13,7 @@ from quantkit.errors import QuantkitError
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton.meta_model import empty
 from quantkit.serving.engines import transformers as engine
+from quantkit.serving.settings import LocalOptions
 
 KERNEL = "some-org/some-kernel"
 
@@ -42,7 +43,7 @@ def test_nor_where_transformers_loads_packed_weights(make, tiny_model, tmp_path,
     make(layout, tiny_model("llama", num_hidden_layers=1), "-o", folder)
 
     def load(checkpoint):
-        return engine.load(checkpoint, torch.float32, torch.device("cpu"), 8)[1]
+        return engine.load(checkpoint, LocalOptions("float32"), 8)[1]
 
     plain = load(open_checkpoint(str(folder)))
     for name in ("get_kernel", "load_and_register_attn_kernel"):

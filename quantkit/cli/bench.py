@@ -96,23 +96,16 @@ def _one(settings: AttentionSettings | BatchingSettings, values: dict, progress:
     from quantkit.cli.progress import uncollected
 
     with uncollected():
-        import torch
-
-        from quantkit.evaluation.generate import shared_dtype
         from quantkit.models.files.open import open_checkpoint
-        from quantkit.models.machine.device import choose_device
 
         folder = "attention" if isinstance(settings, AttentionSettings) else "batching"
         measure, show = (
             import_module(f"quantkit.serving.bench.{folder}.{name}") for name in ("measure", "show")
         )
 
-    torch.set_num_threads(settings.cores)
     trusted = values["offline"], values["trust_remote_code"]
     checkpoint = open_checkpoint(values["model"], values["revision"], *trusted)
-    device = choose_device(settings.device)
-    dtype = shared_dtype(settings.dtype, checkpoint, device)
-    result = measure.measure(checkpoint, settings, dtype, device, progress)
+    result = measure.measure(checkpoint, settings, progress)
     return result, show.report(result)
 
 

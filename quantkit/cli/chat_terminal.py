@@ -174,7 +174,8 @@ class Terminal:
 
     def _introduction(self) -> list[str]:
         """Return the lines to print first: about the model, its sampling and, on a terminal, commands."""
-        model, sampling = self.session.engine.model, self.session.sampling
+        engine, sampling = self.session.engine, self.session.sampling
+        facts = engine.facts
         chosen = "the likeliest token"
         if sampling.temperature:
             cuts = [f"temperature {sampling.temperature:g}"]
@@ -182,9 +183,9 @@ class Terminal:
             cuts += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
             chosen = f"{', '.join(cuts)}, seed {sampling.seed}"
         return [
-            f"{model.source}: {model.engine}, {model.kernels}, {model.dtype} on {model.device}, "
-            f"{model.context:,} tokens of context; {chosen}",
-            *(f"note: {note}" for note in model.notes),
+            f"{engine.source}: {engine.name}, {facts.kernels}, {facts.dtype} on {facts.device}, "
+            f"{engine.context:,} tokens of context; {chosen}",
+            *([f"note: {facts.note}"] if facts.note else []),
             *(["/help lists commands; Ctrl-C stops an answer, Ctrl-D leaves"] if self.typed else []),
         ]
 

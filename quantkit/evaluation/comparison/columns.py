@@ -36,8 +36,8 @@ def number(value: float | None) -> str:
     return f"{value:.5f}" if value == 0 or abs(value) >= 1e-4 else f"{value:.2e}"
 
 
-def percent(value: float | None) -> str:
-    return NOTHING if value is None else f"{100 * value:.2f} %"
+def percent(value: float) -> str:
+    return f"{100 * value:.2f} %"
 
 
 def estimate(record: dict | None, sign: str = "") -> str:
@@ -50,44 +50,49 @@ def estimate(record: dict | None, sign: str = "") -> str:
     return f"{value:{sign}{'.3g' if large else '.3f'}} ± {error}"
 
 
-def bits(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.2f}"
+def bits(value: float) -> str:
+    return f"{value:.2f}"
 
 
-def _at(path: str, write: Callable[[Any], str]) -> Callable[[dict], str]:
-    """Return a function from a model's record to the text of its value at `path`."""
-    return lambda model: write(look_up(model, path))
+def at(path: str, write: Callable[[Any], str]) -> Callable[[dict], str]:
+    """Return a function from a record to the text of its value at `path`; a dash if there is none."""
+
+    def cell(record: dict) -> str:
+        value = look_up(record, path)
+        return NOTHING if value is None else write(value)
+
+    return cell
 
 
 def _divergence(header: str, meaning: str, path: str, needs: str = "kld") -> Column:
-    return Column(header, meaning, _at(path, number), needs, "nats/token")
+    return Column(header, meaning, at(path, number), needs, "nats/token")
 
 
 COLUMNS = (  # the most important first: narrow terminals cut a table in two
     Column(
         "kv bits",
         "bits per value of a quantized key/value cache, scales included",
-        _at("kv.bytes_per_value", lambda nbytes: bits(nbytes and 8 * nbytes)),
+        at("kv.bytes_per_value", lambda nbytes: bits(8 * nbytes)),
         "kv",
         "bits/value",
     ),
-    Column("size", "bytes of all tensors", _at("size.weight_bytes", megabytes)),
+    Column("size", "bytes of all tensors", at("size.weight_bytes", megabytes)),
     Column(
-        MODEL_BITS, "per weight over the whole model", _at("size.bits_per_weight", bits), unit="bits/weight"
+        MODEL_BITS, "per weight over the whole model", at("size.bits_per_weight", bits), unit="bits/weight"
     ),
-    Column("bits/weight", "of quantized matrices", _at("size.bits_per_quantized_weight", bits)),
-    Column("perplexity", "± standard error", _at("metrics.ppl", estimate)),
+    Column("bits/weight", "of quantized matrices", at("size.bits_per_quantized_weight", bits)),
+    Column("perplexity", "± standard error", at("metrics.ppl", estimate)),
     Column(
         "Δ perplexity",
         "from the first model, ± standard error of paired tokens",
-        _at("metrics.dppl", lambda increase: estimate(increase, "+")),
+        at("metrics.dppl", lambda increase: estimate(increase, "+")),
         "dppl",
     ),
     _divergence("KL divergence", "mean over tokens, from the first model, in nats", "metrics.kld.mean"),
     Column(
         "top-1",
         "tokens with the same most likely next token as the first model",
-        _at("metrics.top1", percent),
+        at("metrics.top1", percent),
         "top1",
     ),
     _divergence(

@@ -29,14 +29,11 @@ LAST_CHARACTERS = 1000  # characters of a dead worker's last line that are shown
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint. source: as the user named it; path: where it is. container: `gguf` or a folder's kind.
-    stored: layout of quantized weights, such as `gptq`, else None. weight_bytes, bits_per_weight: over all
-    tensors. disk_bytes: of all files. context: the model's maximum number of tokens, or None."""
+    """A checkpoint. source: as the user named it; path: of its folder or file. weight_bytes, bits_per_weight:
+    over all tensors. disk_bytes: of all files. context: the model's maximum number of tokens, or None."""
 
     source: str
     path: Path
-    container: str
-    stored: str | None
     weight_bytes: int
     disk_bytes: int
     bits_per_weight: float
@@ -79,13 +76,11 @@ def open_subject(source: str, revision: str | None = None, offline: bool = False
     path = hub.resolve(source, revision, offline)
     contents = headers.open_contents(str(path), None, True, strict=True)
     described = record.describe(contents)
-    model, quantization = described["model"], described["quantization"]
+    model = described["model"]
     require(model["vocab_size"], f"{source} has no vocab_size", "give a language model")
     return Subject(
         source=source,
         path=path,
-        container=contents.container,
-        stored=quantization and quantization["layout"],
         weight_bytes=model["bytes"],
         disk_bytes=sum(contents.files.values()),
         bits_per_weight=model["bits_per_weight"],
@@ -112,7 +107,7 @@ def open_models(
     ]
     models: list[ModelRuns] = []
     for subject in subjects:
-        folder = None if subject.container == "gguf" else subject.source
+        folder = None if subject.path.is_file() else subject.source
         for name in engines:
             try:
                 engine, note = choose_local(name, folder, settings.decoded)
@@ -155,23 +150,18 @@ def events(
     with tempfile.TemporaryFile() as pickled, tempfile.TemporaryFile() as errors:
         pickle.dump((subject, engine, settings, workloads), pickled)
         pickled.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-m", MODULE],
-            stdin=pickled,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=os.environ | variables,
-        )
-        try:
-            for line in process.stdout:
-                if line.endswith(b"\n"):  # else the worker died while it wrote
-                    yield json.loads(line)
-            if code := process.wait():
-                errors.seek(0)
-                yield {"event": "failed", "message": death(code, errors.read().decode(errors="replace"))}
-        finally:
-            process.kill()
-            process.communicate()
+        command = [sys.executable, "-P", "-m", MODULE]  # -P: no modules of the current folder
+        pipes = {"stdin": pickled, "stdout": subprocess.PIPE, "stderr": errors}
+        with subprocess.Popen(command, env=os.environ | variables, **pipes) as process:
+            try:
+                for line in process.stdout:
+                    if line.endswith(b"\n"):  # else the worker died while it wrote
+                        yield json.loads(line)
+                if code := process.wait():
+                    errors.seek(0)
+                    yield {"event": "failed", "message": death(code, errors.read().decode(errors="replace"))}
+            finally:
+                process.kill()
 
 
 def death(code: int, stderr: str) -> str:

@@ -53,9 +53,9 @@ class TransformersRunner:
         self._settings = settings
         self._checkpoint = open_checkpoint(str(subject.path), trust_remote_code=settings.trust_remote_code)
         self.device = choose_device(settings.device)
-        self._dtype = shared_dtype(settings.dtype, self._checkpoint, self.device)
-        self.dtype = str(self._dtype).removeprefix("torch.")
-        self.packed = bool(subject.stored) and self._checkpoint.folder.is_dir() and not settings.decoded
+        dtype = shared_dtype(settings.dtype, self._checkpoint, self.device)
+        self.dtype = str(dtype).removeprefix("torch.")
+        self.packed = self._checkpoint.quantized and subject.path.is_dir() and not settings.decoded
         for package in engine.client_of(self._checkpoint)["needs"] if self.packed else ():
             if installed(package):
                 import_module(package.replace("-", "_"))
@@ -63,15 +63,14 @@ class TransformersRunner:
 
     def load(self, workloads: Sequence[Workload]) -> EngineFacts:
         """Load the model. Raises QuantkitError as `engines.transformers.load` does."""
-        tokens, decoded = self._settings.tokens, self._settings.decoded
-        longest = max(work.batch * (work.prompt + tokens) for work in workloads)
-        self._model, facts = engine.load(self._checkpoint, self._dtype, self.device, longest, decoded)
+        settings = self._settings
+        longest = max(work.batch * (work.prompt + settings.tokens) for work in workloads)
+        self._model, facts = engine.load(self._checkpoint, settings, longest, settings.decoded)
         return facts
 
     def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:
         """Continue prompts of equal length by `tokens` tokens each."""
-        clock = engine.clock_of(self.device)
-        _, (prefill, *steps), cache = engine.continue_batch(self._model, prompts, tokens, clock)
+        _, (prefill, *steps), cache = engine.continue_batch(self._model, prompts, tokens)
         return Timing(prefill, len(prompts) * len(steps), sum(steps), steps, engine.cache_bytes(cache))
 
 

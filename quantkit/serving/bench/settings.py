@@ -13,6 +13,7 @@ from quantkit.serving.settings import LocalOptions
 KEYS = {"prompt_tokens": "prompt", "implementations": "attn", "policies": "batching"}  # names in the JSON
 LISTS = ("batch", "prompt_tokens")
 ENGINES = ("auto", "transformers", "llama.cpp")
+STRATEGIES = ("static", "dynamic", "continuous")
 
 
 @dataclass(frozen=True, order=True)
@@ -108,7 +109,7 @@ class BatchingSettings(CommonSettings):
 
     least: ClassVar[dict[str, float]] = CommonSettings.least | {"rate": 1e-6}
     policies: str = option(
-        "static,dynamic,continuous",
+        ",".join(STRATEGIES),
         "Ways of batching, separated by commas. static: wait for a full batch. dynamic: wait 0.25 seconds at "
         "most. continuous: requests join and leave at every step.",
     )
@@ -118,3 +119,13 @@ class BatchingSettings(CommonSettings):
     prompt_tokens: int = option(64, "Tokens of a prompt, on average.")
     tokens: int = option(32, "Tokens of an answer, on average.", short="-n")
     repeats: int = option(3, "Number of measured rounds.")
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Return the ways of batching named by --policies. Raises QuantkitError for an unknown one."""
+        return tuple(one_of(name, STRATEGIES, f"unknown policy {name!r}") for name in self.names("policies"))
+
+    def check(self) -> None:
+        """Raise QuantkitError for invalid values, before a model is downloaded."""
+        super().check()
+        _ = self.strategies

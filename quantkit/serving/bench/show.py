@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from quantkit.errors import count, name_all
-from quantkit.evaluation.comparison.columns import NOTHING, bits, number
+from quantkit.evaluation.comparison.columns import NOTHING, at, bits, number
 from quantkit.evaluation.comparison.figures import Axis, Figure, Line, Point, Series
-from quantkit.evaluation.comparison.gates import look_up
 from quantkit.evaluation.comparison.report import Report, Table
 from quantkit.tables import MODEL_BITS, figure, megabytes, size
 
 Record = dict[str, Any]
+Columns = Mapping[str, tuple[str, Callable[[Record], str]]]  # header: meaning, and cell of a record
+Groups = Iterable[tuple[str, Iterable[tuple[str, Record]]]]  # heading, and labels with their records
 NOISY = 0.1  # relative median deviation above which a note warns
 DECODE = "new tokens per second, all sequences together"
 
@@ -32,31 +34,39 @@ def engine(model: Record) -> str:
     return "decoded" if used["note"] else used["name"]
 
 
-def _at(path: str, write: Callable[[Any], str]) -> Callable[[Record], str]:
-    """Return a function from a record to the cell of its value at `path`; a dash if there is none."""
-
-    def cell(record: Record) -> str:
-        value = look_up(record, path)
-        return NOTHING if value is None else write(value)
-
-    return cell
+def half_range(values: Sequence[float]) -> str:
+    """Return half the range of the values as a share of their median; a dash for a single value."""
+    half = (max(values) - min(values)) / 2
+    return f"{half / statistics.median(values):.0%}" if len(values) > 1 else NOTHING
 
 
-COLUMNS = {  # meaning, and cell of a model's record that is merged with a point's
+def table(
+    name: str, columns: Columns, groups: Groups, units: Mapping[str, str], explained: bool = False
+) -> Table:
+    """Return a table of records. name: header of the labels. units, explained: see `Table`."""
+    meanings = {header: meaning for header, (meaning, _) in columns.items()}
+    rows = [
+        (heading, [[label, *(cell(record) for _, cell in columns.values())] for label, record in group])
+        for heading, group in groups
+    ]
+    return Table([name, *columns], rows, meanings, units, explained)
+
+
+COLUMNS: Columns = {  # for a model's record that is merged with a point's
     "engine": ("kernels that multiply by the weights; decoded: quantkit decoded the weights first", engine),
-    "size": ("bytes of all tensors, as stored", _at("size.weight_bytes", megabytes)),
-    MODEL_BITS: ("per weight over the whole model", _at("size.bits_per_weight", bits)),
-    "KL div.": ("KL divergence from the first model of --quality", _at("quality.kld", number)),
-    "ppl": ("perplexity of --quality", _at("quality.perplexity", bits)),
-    "decode/s": ("new tokens a second after the first, all sequences", _at("decode.median", figure)),
-    "ratio": ("decode/s as a multiple of the first model's, in this run", _at("ratio", "{:.2f}×".format)),
-    "±": ("median deviation of decode/s between runs", _at("decode.mad", "{:.0%}".format)),
-    "prefill/s": ("prompt tokens a second, all sequences", _at("prefill.median", figure)),
-    "first ms": ("milliseconds to every sequence's first token", _at("first_token.median", milliseconds)),
-    "token ms": ("milliseconds from a sequence's token to its next", _at("latency.median", milliseconds)),
-    "p90": ("90th percentile of token ms", _at("latency.p90", milliseconds)),
-    "KV": ("bytes of keys and values at the end of a run", _at("kv_bytes", size)),
-    "peak": ("peak memory of a run; the notes say how it is measured", _at("peak_bytes", size)),
+    "size": ("bytes of all tensors, as stored", at("size.weight_bytes", megabytes)),
+    MODEL_BITS: ("per weight over the whole model", at("size.bits_per_weight", bits)),
+    "KL div.": ("KL divergence from the first model of --quality", at("quality.kld", number)),
+    "ppl": ("perplexity of --quality", at("quality.perplexity", bits)),
+    "decode/s": ("new tokens a second after the first, all sequences", at("decode.median", figure)),
+    "ratio": ("decode/s as a multiple of the first model's, in this run", at("ratio", "{:.2f}×".format)),
+    "±": ("median deviation of decode/s between runs", at("decode.mad", "{:.0%}".format)),
+    "prefill/s": ("prompt tokens a second, all sequences", at("prefill.median", figure)),
+    "first ms": ("milliseconds to every sequence's first token", at("first_token.median", milliseconds)),
+    "token ms": ("milliseconds from a sequence's token to its next", at("latency.median", milliseconds)),
+    "p90": ("90th percentile of token ms", at("latency.p90", milliseconds)),
+    "KV": ("bytes of keys and values at the end of a run", at("kv_bytes", size)),
+    "peak": ("peak memory of a run; the notes say how it is measured", at("peak_bytes", size)),
 }
 UNITS = {"KL div.": "nats/token", "decode/s": "tokens", "prefill/s": "tokens", "p90": "ms"}
 
@@ -70,11 +80,9 @@ def report(record: Record, quiet: bool = False) -> Report:
     columns = {name: column for name, column in COLUMNS.items() if name not in absent}
     groups = []
     for index, point in enumerate(models[0]["points"]):
-        records = [model | model["points"][index] for model in models]
-        rows = [[row["label"], *(cell(row) for _, cell in columns.values())] for row in records]
-        groups.append((called(point) if len(models[0]["points"]) > 1 else "", rows))
+        records = [(model["label"], model | model["points"][index]) for model in models]
+        groups.append((called(point) if len(models[0]["points"]) > 1 else "", records))
     labels = [model["label"] for model in models]
-    meanings = {name: meaning for name, (meaning, _) in columns.items()}
     notes = [(f"not run: {line}", "yellow") for line in failures(record)]
     notes += [(f"noisy: {line}", "yellow") for line in noise(record)]
     notes += [(line, "") for line in best_batches(record)]
@@ -83,7 +91,7 @@ def report(record: Record, quiet: bool = False) -> Report:
     drawn += [against(record)] if len(models) > 1 else []
     return Report(
         title=f"Speed and memory of {', '.join(labels) if len(labels) < 4 else f'{len(labels)} models'}",
-        tables=[Table(["model", *columns], groups, meanings, UNITS)],
+        tables=[table("model", columns, groups, UNITS)],
         notes=notes,
         figures=[made for made in drawn if made.series],
         more={"Environment": record["env"]},

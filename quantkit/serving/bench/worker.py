@@ -46,28 +46,26 @@ def main() -> None:
     os.dup2(2, 1)
     if KILL_ME_FIRST.exists():
         KILL_ME_FIRST.write_text("1000")
-    for event in _until_failure(measure(*pickle.load(sys.stdin.buffer))):
+
+    def tell(event: Event) -> None:
         print(json.dumps(event), file=stdout, flush=True)
-    os._exit(0)  # skip destructors of engines' threads
 
-
-def _until_failure(events: Iterator[Event]) -> Iterator[Event]:
-    """Yield events. If they end with an error that users can correct, the last event describes the error."""
     try:
-        yield from events
+        for event in measure(*pickle.load(sys.stdin.buffer)):
+            tell(event)
     except QuantkitError as error:
-        yield {"event": "failed", "message": error.message + (f" ({error.hint})" if error.hint else "")}
+        tell({"event": "failed", "message": error.message + (f" ({error.hint})" if error.hint else "")})
     except Exception as error:
         if not memory_ran_out(error):
-            raise  # the parent shows the traceback
-        yield {"event": "failed", "message": f"memory ran out: {first_line(error)}"}
+            raise  # the parent shows its last line
+        tell({"event": "failed", "message": f"memory ran out: {first_line(error)}"})
+    os._exit(0)  # skip destructors of engines' threads
 
 
 def measure(
     subject: Subject, engine: str, settings: BenchSettings, workloads: Sequence[Workload]
 ) -> Iterator[Event]:
     """Load the checkpoint; warm up and run each workload. Raises QuantkitError if it cannot be loaded."""
-    torch.set_num_threads(settings.cores)
     runner = RUNNERS[engine](subject, settings)
     free, possible = free_memory(runner.device or CPU), []
     for work in workloads:

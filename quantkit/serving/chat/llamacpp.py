@@ -6,15 +6,16 @@ quantkit renders the chat template: llama.cpp would run the file's template in t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from quantkit.capacity.source import cache_bytes
 from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files import gguf_file
-from quantkit.serving.chat.session import Answer, ChatModel, Stream
-from quantkit.serving.engines import llamacpp
+from quantkit.models.machine.device import choose_device
+from quantkit.serving.chat.session import Answer, Stream
+from quantkit.serving.chat.settings import ChatSettings
+from quantkit.serving.engines import EngineFacts, llamacpp
 
 CONTEXT_STEP = 256  # llama.cpp rounds contexts up to a multiple of this
 SAMPLING = ("temperature", "top_k", "top_p", "seed")  # names in llama.cpp's requests, too
@@ -24,30 +25,25 @@ class LlamaCppChat:
     """Answers with a GGUF file. The constructor raises QuantkitError if the file does not load."""
 
     def __init__(
-        self,
-        source: str,
-        path: Path,
-        context: int,
-        threads: int,
-        template: str | None,
-        kv_dtype: str,
-        device: str,
+        self, source: str, path: Path, settings: ChatSettings, context: int, template: str | None = None
     ):
+        device, kv_dtype = choose_device(settings.device).type, settings.cache or "float16"
         metadata, infos = gguf_file.read_header(path)
-        self.template, self._bos = llamacpp.chat_template(metadata, template, date.today())
+        self.template, self._bos = llamacpp.chat_template(metadata, template)
         context = -(-context // CONTEXT_STEP) * CONTEXT_STEP
         self._server = llamacpp.LlamaCppServer(
-            llamacpp.parameters(path, context, threads, kv_dtype=kv_dtype, device=device)
+            llamacpp.parameters(path, context, settings.cores, kv_dtype=kv_dtype, device=device)
         )
         self._kv_bytes = cache_bytes(path, context, kv_dtype)  # llama.cpp allocates all of it at once
-        self.model = ChatModel(
-            source=source,
-            engine=f"llama.cpp (xllamacpp {llamacpp.version()})",
-            kernels="ggml",
-            device=device,
-            dtype=" ".join(sorted({info.dtype for info in infos.values() if len(info.shape) > 1})),
-            context=context,
+        self.source, self.context = source, context
+        self.name = f"llama.cpp (xllamacpp {llamacpp.version()})"
+        self.facts = EngineFacts(
+            version=llamacpp.version(),
             weight_bytes=sum(info.nbytes for info in infos.values()),
+            kernels="ggml",
+            packed=True,
+            dtype=" ".join(sorted({info.dtype for info in infos.values() if len(info.shape) > 1})),
+            device=device,
         )
 
     def answer(

@@ -24,21 +24,6 @@ Messages = Sequence[dict[str, str]]
 
 
 @dataclass(frozen=True)
-class ChatModel:
-    """The running model. engine: name and version. kernels: name of the kernels that multiply by the weights.
-    context: maximum number of tokens. weight_bytes: in memory."""
-
-    source: str
-    engine: str
-    kernels: str
-    device: str
-    dtype: str
-    context: int
-    weight_bytes: int
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Answer:
     """An answer and its cost. prompt_tokens: tokens of the conversation before the answer. cached_tokens: how
     many of these were in the cache. decode_seconds: time from the first new token to the last. stop: `end`,
@@ -64,7 +49,8 @@ class Answer:
 class ChatSession:
     """A conversation that an engine answers.
 
-    engine: a `TransformersChat` or a `LlamaCppChat`. raw: there are no roles; user and model continue one
+    engine: a `TransformersChat` or a `LlamaCppChat`: its name, `facts` (EngineFacts), context in tokens and
+    chat template, and the model's source. raw: there are no roles; user and model continue one
     text. messages: the user's and the model's, in turn. The first answer uses the seed of `sampling`; each
     further one, also after /retry, adds 1.
     """
@@ -112,7 +98,7 @@ class ChatSession:
         if answer.stop != "interrupted" or answer.text:
             self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         self.answers += 1
-        context = self.engine.model.context
+        context = self.engine.context
         share = (answer.prompt_tokens + answer.generated_tokens) / context
         if share < NEARLY_FULL:
             return answer
@@ -153,8 +139,7 @@ class ChatSession:
         """Return the versioned JSON of a message and its answer. The prefill computes the first new token, so
         the decoding speed counts the later ones; it is None for a single token."""
         kinds = ("prompt", "cached", "prefilled", "generated")
-        model = asdict(self.engine.model)
-        weight_bytes, later = model.pop("weight_bytes"), answer.generated_tokens - 1
+        engine, facts, later = self.engine, self.engine.facts, answer.generated_tokens - 1
         prefill, decode = answer.prefill_seconds, answer.decode_seconds
         return {
             "schema": SCHEMA,
@@ -168,9 +153,21 @@ class ChatSession:
                 "prefill": answer.prefilled_tokens / max(prefill, 1e-9),
                 "decode": later / decode if later > 0 and decode > 0 else None,
             },
-            "memory_bytes": {"weights": weight_bytes, "kv_cache": answer.kv_bytes, "process": resident()},
+            "memory_bytes": {
+                "weights": facts.weight_bytes,
+                "kv_cache": answer.kv_bytes,
+                "process": resident(),
+            },
             "notes": answer.notes,
-            "model": model,
+            "model": {
+                "source": engine.source,
+                "engine": engine.name,
+                "kernels": facts.kernels,
+                "device": facts.device,
+                "dtype": facts.dtype,
+                "context": engine.context,
+                "notes": [facts.note] if facts.note else [],
+            },
             "sampling": asdict(self.sampling) | {"seed": self.sampling.seed + self.answers - 1},
         }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from quantkit.errors import USAGE, require
+from quantkit.models import kv_types
 from quantkit.options import option, parse_tokens
 from quantkit.serving.settings import LocalOptions
 
@@ -48,7 +49,13 @@ class ChatSettings(LocalOptions):
         None, "Precision of the KV cache in llama.cpp: fp16, bf16, fp32, q8_0 or q4_0. (default: fp16)"
     )
 
+    @property
+    def cache(self) -> str | None:
+        """Return `kv_types`' name for the cache's precision. Raises QuantkitError for an unknown one."""
+        return None if self.kv_dtype is None else kv_types.named(self.kv_dtype)
+
     def check(self) -> None:
         """Raise QuantkitError for invalid values."""
         both = self.raw and self.template
         require(not both, "--raw takes no --template", "leave out one of them", USAGE)
+        _ = self.cache  # raises for an unknown precision

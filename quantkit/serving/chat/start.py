@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from quantkit.errors import UNSUPPORTED, USAGE, require
-from quantkit.evaluation import generate
 from quantkit.evaluation.sampling import Sampling, stored_config
-from quantkit.models import kv_types
 from quantkit.models.files import gguf_file, hub
 from quantkit.models.files.open import open_checkpoint
-from quantkit.models.machine.device import choose_device
 from quantkit.quantize.progress import SILENT, Progress
 from quantkit.serving.chat.llamacpp import LlamaCppChat
 from quantkit.serving.chat.session import ChatSession
@@ -37,13 +35,11 @@ def start(
     """Load the model and return the session. Raises QuantkitError for invalid settings, and if the model does
     not load, does not fit the memory, or has no chat template."""
     settings.check()
-    kv_dtype = settings.kv_dtype and kv_types.named(settings.kv_dtype)
     # invalid flags fail before a download; whether the model recommends sampling is not known yet
     chosen_sampling(replace(settings, temperature=settings.temperature or 1.0), {})
     progress.phase(f"loading {source}")
     path = hub.resolve(source, revision, offline)
     engine, note = choose_local(settings.engine, None if path.is_file() else source)
-    device = choose_device(settings.device)
     if engine == "llama.cpp":
         why = "--decoded and --dtype are for transformers: llama.cpp computes in the types of the file"
         hint = "add --engine transformers, or leave them out"
@@ -55,7 +51,7 @@ def start(
         recommended = {name: metadata.get(f"general.sampling.{key}") for name, key in RECOMMENDED.items()}
     else:
         hint = "leave out --kv-dtype: the cache has the precision of --dtype"
-        require(kv_dtype is None, "--kv-dtype is for GGUF files through llama.cpp", hint, UNSUPPORTED)
+        require(settings.cache is None, "--kv-dtype is for GGUF files through llama.cpp", hint, UNSUPPORTED)
         checkpoint = open_checkpoint(source, revision, offline, trust_remote_code)
         stored, made_for = checkpoint.tokenizer.chat_template, checkpoint.context
         if note:
@@ -74,22 +70,20 @@ def start(
     if made_for is not None and context > made_for:
         progress.warn(f"{source} was made for {made_for:,} tokens, --ctx is {context:,}")
     if engine == "llama.cpp":
-        cache = kv_dtype or "float16"
-        chat: Any = LlamaCppChat(source, path, context, settings.cores, given, cache, device.type)
+        chat: Any = LlamaCppChat(source, path, settings, context, given)
     else:
-        dtype = generate.shared_dtype(settings.dtype, checkpoint, device)
-        chat = TransformersChat(checkpoint, dtype, device, context, settings.decoded, given)
+        chat = TransformersChat(checkpoint, settings, context, given)
     return ChatSession(chat, sampling, settings.system, settings.raw)
 
 
 def chosen_sampling(settings: ChatSettings, recommended: Mapping[str, Any]) -> Sampling:
     """Return the sampling settings: flags first, then `recommended`, which temperature 0 switches off.
 
-    Values of `recommended` that are no numbers are ignored. Raises QuantkitError for invalid values.
+    Values of `recommended` that are no finite numbers are ignored. Raises QuantkitError for invalid values.
     """
     flags = {name: getattr(settings, name) for name in RECOMMENDED if getattr(settings, name) is not None}
-    numbers = {k: v for k, v in recommended.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    chosen = numbers | flags
+    numbers = {name: value for name, value in recommended.items() if type(value) in (int, float)}
+    chosen = {name: value for name, value in numbers.items() if abs(value) < math.inf} | flags
     if not chosen.get("temperature"):
         chosen = flags
     if "top_k" in chosen:

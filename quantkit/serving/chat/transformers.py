@@ -14,7 +14,8 @@ from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWin
 from quantkit.evaluation.generate import Streamer, decode, first_difference
 from quantkit.evaluation.sampling import Sampling, ends_of_text, generate
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.serving.chat.session import Answer, ChatModel, Stream
+from quantkit.serving.chat.session import Answer, Stream
+from quantkit.serving.chat.settings import ChatSettings
 from quantkit.serving.engines import context_full
 from quantkit.serving.engines import transformers as engine
 from quantkit.text.chat import ChatTemplate
@@ -28,26 +29,12 @@ class TransformersChat:
     """Answers with a checkpoint. Raises QuantkitError (exit code 5) if it does not fit the memory."""
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        device: torch.device,
-        context: int,
-        decoded: bool = False,
-        template: str | None = None,
+        self, checkpoint: Checkpoint, settings: ChatSettings, context: int, template: str | None = None
     ):
-        self._module, facts = engine.load(checkpoint, dtype, device, context, decoded=decoded)
-        self.model = ChatModel(
-            source=checkpoint.source,
-            engine=f"transformers {facts.version}",
-            kernels=facts.kernels,
-            device=str(device),
-            dtype=facts.dtype,
-            context=context,
-            weight_bytes=facts.weight_bytes,
-            notes=(facts.note,) if facts.note else (),
-        )
-        self._device, self._checkpoint, self._tokenizer = device, checkpoint, checkpoint.tokenizer
+        self._module, self.facts = engine.load(checkpoint, settings, context, settings.decoded)
+        self.source, self.context = checkpoint.source, context
+        self.name = f"transformers {self.facts.version}"
+        self._checkpoint, self._tokenizer = checkpoint, checkpoint.tokenizer
         self._ends = ends_of_text(checkpoint)
         if self._tokenizer.eos_token_id not in (None, *self._ends):
             self._ends.append(self._tokenizer.eos_token_id)  # ends turns where the files disagree
@@ -64,16 +51,16 @@ class TransformersChat:
         """
         ids = self._tokenizer(text, add_special_tokens=raw)["input_ids"]
         self._checkpoint.check_ids(ids)
-        room = self.model.context - len(ids)
+        room = self.context - len(ids)
         if room < 1:
-            raise context_full(len(ids), self.model.context)
+            raise context_full(len(ids), self.context)
         cache, cached, note = self._kept.begin(ids)
         limit = min(sampling.tokens, room)
-        ticks = engine.Ticks(engine.clock_of(self._device), stopped)
+        ticks = engine.Ticks(self._module.device, stopped)
         try:
             out = generate(
                 self._module,
-                torch.tensor([ids], device=self._device),
+                torch.tensor([ids], device=self._module.device),
                 replace(sampling, tokens=limit),
                 self._ends,
                 stopping_criteria=[ticks],

@@ -11,13 +11,14 @@ from quantkit.errors import RESOURCES, QuantkitError
 class EngineFacts:
     """How an engine holds a model. weight_bytes: in memory. kernels: name of the kernels that multiply by the
     weights, such as `bitsandbytes Linear4bit`. packed: whether weights stay quantized in memory; note: why
-    they were decoded. attention: transformers' name of the attention implementation."""
+    they were decoded. device: torch's. attention: transformers' name of the attention implementation."""
 
     version: str
     weight_bytes: int
     kernels: str
     packed: bool
     dtype: str
+    device: str = ""
     note: str = ""
     attention: str | None = None
 

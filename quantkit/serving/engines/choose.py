@@ -99,11 +99,10 @@ def choose_local(requested: str, folder: str | None, decoded: bool = False) -> t
         if not installed("xllamacpp"):
             return "transformers", f"llama.cpp is not installed ({WHEEL})"
         return "llama.cpp", ""
-    if requested == "llama.cpp" and folder:
+    if requested == "llama.cpp":
         hint = "make one: quantkit gguf; or leave --engine out: transformers runs it"
-        raise QuantkitError(f"{requested} runs GGUF files, not {folder}", hint, UNSUPPORTED)
-    here = installed(ENGINES[requested].packages[0])
-    require(here, f"{requested} is not installed", WHEEL, UNSUPPORTED)
+        require(not folder, f"llama.cpp runs GGUF files, not {folder}", hint, UNSUPPORTED)
+        require(installed("xllamacpp"), "llama.cpp is not installed", WHEEL, UNSUPPORTED)
     return requested, ""
 
 

@@ -42,16 +42,16 @@ def parameters(
     """
     one_of(kv_dtype, KV_TYPES, f"llama.cpp has no KV cache of {kv_dtype}")
     wheel = import_module(PACKAGE)
-    made = wheel.CommonParams()
-    made.model.path = str(path)
-    made.n_ctx, made.n_parallel, made.kv_unified = context * slots, slots, False
-    made.cpuparams.n_threads = made.cpuparams_batch.n_threads = threads
-    made.cache_type_k = made.cache_type_v = getattr(wheel.ggml_type, f"GGML_TYPE_{KV_TYPES[kv_dtype]}")
-    made.n_gpu_layers = 0 if device == "cpu" else -1
-    made.chat_template = OWN_TEMPLATE
-    made.verbosity, made.ui, made.fit_params = SILENT, False, False
-    made.hostnames, made.port, made.endpoint_metrics = ["127.0.0.1"], 0, True
-    return made
+    params = wheel.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx, params.n_parallel, params.kv_unified = context * slots, slots, False
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    params.cache_type_k = params.cache_type_v = getattr(wheel.ggml_type, f"GGML_TYPE_{KV_TYPES[kv_dtype]}")
+    params.n_gpu_layers = 0 if device == "cpu" else -1
+    params.chat_template = OWN_TEMPLATE
+    params.verbosity, params.ui, params.fit_params = SILENT, False, False
+    params.hostnames, params.port, params.endpoint_metrics = ["127.0.0.1"], 0, True
+    return params
 
 
 def stored_template(metadata: Mapping[str, Any]) -> str | None:
@@ -60,16 +60,14 @@ def stored_template(metadata: Mapping[str, Any]) -> str | None:
     return template if isinstance(template, str) and template else None
 
 
-def chat_template(
-    metadata: Mapping[str, Any], given: str | None, today: date
-) -> tuple[ChatTemplate, tuple[int, str]]:
+def chat_template(metadata: Mapping[str, Any], given: str | None) -> tuple[ChatTemplate, tuple[int, str]]:
     """Return (template, (id, text) of the BOS token). The template is `given`, or else the one stored in the
     GGUF file; quantkit renders it with limits. Without a BOS token the pair is (0, "")."""
     template = given or stored_template(metadata)
     special = special_tokens(metadata) if template else {}
     texts = {f"{role}_token": text for role, (_, text) in special.items()}
     tokenizer = SimpleNamespace(special_tokens_map=texts, get_chat_template=lambda name, tools: name)
-    return ChatTemplate(tokenizer, template, today), special.get("bos", (0, ""))
+    return ChatTemplate(tokenizer, template, date.today()), special.get("bos", (0, ""))
 
 
 def check_templates(path: Path, question: str) -> None:
@@ -82,7 +80,7 @@ def check_templates(path: Path, question: str) -> None:
     for name, template in metadata.items():
         if name.startswith("tokenizer.chat_template") and isinstance(template, str) and template:
             try:
-                chat_template(metadata, template, date.today())[0].render(conversation, answer=True)
+                chat_template(metadata, template)[0].render(conversation, answer=True)
             except QuantkitError as error:
                 hint = f"quantkit chat {path} --template FILE takes another one, or --raw none"
                 why = f"{path} cannot be served: llama.cpp would run its chat template without limits, and "

@@ -18,13 +18,15 @@ from torch import Tensor, nn
 
 from quantkit.errors import RESOURCES, first_line, require
 from quantkit.evaluation.engines import in_transformers
+from quantkit.evaluation.generate import shared_dtype
 from quantkit.evaluation.sampling import load_model
 from quantkit.inspection import record
 from quantkit.models.files import headers
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.machine.device import free_memory, synchronize
+from quantkit.models.machine.device import choose_device, free_memory, synchronize
 from quantkit.serving.engines import EngineFacts
 from quantkit.serving.engines.choose import installed
+from quantkit.serving.settings import LocalOptions
 from quantkit.tables import megabytes
 
 CHATTY = "bitsandbytes"  # logger that warns about input types at every product
@@ -32,17 +34,16 @@ REFUSED = "transformers does not load it packed"
 
 
 def load(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    tokens: int,
-    decoded: bool = False,
+    checkpoint: Checkpoint, options: LocalOptions, tokens: int, decoded: bool = False
 ) -> tuple[nn.Module, EngineFacts]:
     """Load the model for `tokens` tokens of context. Weights stay quantized if their client is installed.
 
     decoded: decode the weights anyway. Raises QuantkitError (exit code 5) if the model does not fit the
     memory.
     """
+    torch.set_num_threads(options.cores)
+    device = choose_device(options.device)
+    dtype = shared_dtype(options.dtype, checkpoint, device)
     model, note = None, ""
     if checkpoint.quantized and not decoded:
         model, note = _packed(checkpoint, dtype, device)
@@ -56,6 +57,7 @@ def load(
         weight_bytes=model.get_memory_footprint(),
         kernels=kernels,
         packed=packed,
+        device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         note=note,
         attention=model.config.get_text_config()._attn_implementation,
@@ -71,7 +73,7 @@ def _packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
         return None, f"{REFUSED}: {client['note']}"
     if missing := [package for package in client["needs"] if not installed(package)]:
         return None, f"{REFUSED}: it needs {' and '.join(missing)} (pip install {' '.join(missing)})"
-    need, free = sum(info.nbytes for info in checkpoint.infos.values()), free_memory(device)
+    need, free = checkpoint.stored_bytes, free_memory(device)
     what = f"{checkpoint.source} takes {megabytes(need)}, {megabytes(free)} of memory are free"
     require(need <= free, what, "choose another --device, or fewer bits", RESOURCES)
     logging.getLogger(CHATTY).setLevel(logging.ERROR)
@@ -120,45 +122,38 @@ def client_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return next(client for client in clients if client["client"] == "transformers")
 
 
-Clock = Callable[[], float]  # seconds
-
-
-def clock_of(device: torch.device) -> Clock:
-    """Return a clock: a function that waits for all work on the device and returns seconds."""
-
-    def clock() -> float:
-        synchronize(device)
-        return time.perf_counter()
-
-    return clock
+def device_time(device: torch.device) -> float:
+    """Wait for all work on the device; return the time in seconds."""
+    synchronize(device)
+    return time.perf_counter()
 
 
 class Ticks(transformers.StoppingCriteria):
     """Records the time at creation and after each token; ends the text once `stopped()` is True."""
 
-    def __init__(self, clock: Clock, stopped: Callable[[], bool] = lambda: False):
-        self.clock, self.times, self._stopped = clock, [clock()], stopped
+    def __init__(self, device: torch.device, stopped: Callable[[], bool] = lambda: False):
+        self.times, self._stopped = [device_time(device)], stopped
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        self.times.append(self.clock())
+        self.times.append(device_time(input_ids.device))
         return torch.full((len(input_ids),), self._stopped(), dtype=torch.bool, device=input_ids.device)
 
 
 @torch.no_grad()
 def continue_batch(
-    model: nn.Module, prompts: Sequence[Sequence[int]], tokens: int, clock: Clock
+    model: nn.Module, prompts: Sequence[Sequence[int]], tokens: int
 ) -> tuple[list[list[int]], list[float], Any]:
     """Continue prompts greedily, padded on the left; return continuations `[prompts, tokens]`, the seconds of
     each step (the first is the prefill), and the cache. An end of text does not end a continuation."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    ids, mask = ids.to(model.device), mask.to(model.device)
     model.generation_config = transformers.GenerationConfig()  # not the checkpoint's own end of text
     settings = transformers.GenerationConfig(
         max_new_tokens=tokens, do_sample=False, use_cache=True, pad_token_id=0, return_dict_in_generate=True
     )
-    ids, mask = ids.to(model.device), mask.to(model.device)
-    ticks = Ticks(clock)
+    ticks = Ticks(model.device)
     out = model.generate(ids, attention_mask=mask, generation_config=settings, stopping_criteria=[ticks])
     seconds = [after - before for before, after in itertools.pairwise(ticks.times)]
     return out.sequences[:, width:].tolist(), seconds, out.past_key_values

@@ -46,8 +46,9 @@ class ServerCommand:
         return " ".join([*variables, shlex.join([program, *self.argv[1:]])])
 
     def environment(self) -> dict[str, str]:
-        """Return all environment variables for the engine's process."""
-        variables = {**os.environ, "PYTHONUNBUFFERED": "1", **self.env}
+        """Return all environment variables for the engine's process, which imports nothing from the current
+        folder."""
+        variables = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", **self.env}
         variables.pop(KEY_VARIABLE, None)
         return variables | dict([self.secret] if self.secret else [])
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
@@ -30,6 +30,7 @@ TOKENS = 16  # of the first answer
 ASK_SECONDS = 0.25  # seconds between two health checks
 PROOF_SECONDS = 300.0  # timeout of the first answer, which may have to build kernels
 MOST_BYTES = 1 << 22  # maximum of an answer; the rest is not read
+BY_ITSELF = "run the command of quantkit serve … --print by itself"
 SHOWN_CHARACTERS = 300  # characters of a server's message that are shown
 
 
@@ -78,9 +79,8 @@ class EngineProcess:
             with suppress(QuantkitError):  # it does not listen yet
                 request(health, min(5.0, limit))
                 return waited
-        error = self.failure(f"{self.name} was not healthy within {limit:g} s")
-        error.hint = "a large model may need more: --start-timeout"
-        raise error
+        hint = "a large model may need more: --start-timeout"
+        raise self.failure(f"{self.name} was not healthy within {limit:g} s", hint)
 
     def first_answer(self) -> dict[str, Any]:
         """Request an answer with default sampling, which transformers keeps; return it as JSON."""
@@ -116,12 +116,11 @@ class EngineProcess:
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
         return self.failure(f"{self.name} ended {how}{when}")
 
-    def failure(self, what: str) -> QuantkitError:
+    def failure(self, what: str, hint: str = BY_ITSELF) -> QuantkitError:
         """Return an error with the message `what` and the engine's last lines."""
         self._reader.join(0.5)  # the last lines may not have been read yet
         lines = [printable(line).strip() for line in self.last if line.strip()]
         output = f"; last lines: {' / '.join(lines)}" if lines else ", without output"
-        hint = "run the command of quantkit serve … --print by itself"
         if "out of memory" in output.lower() or "failed to allocate" in output.lower():
             hint = "a shorter --ctx, a smaller --parallel, or a smaller model: see quantkit plan"
         return QuantkitError(what + output, hint)
@@ -167,16 +166,14 @@ def request(url: str, timeout: float, body: Mapping[str, Any] | None = None, key
     timeout: seconds without a byte. key: API key. Raises QuantkitError, without the key.
     """
     address = urlsplit(url)
-    connection = HTTPConnection(address.netloc, timeout=timeout)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     try:
-        connection.request("POST" if body else "GET", address.path, body and json.dumps(body), headers)
-        response = connection.getresponse()
-        answer = response.read(MOST_BYTES)
+        with closing(HTTPConnection(address.netloc, timeout=timeout)) as connection:
+            connection.request("POST" if body else "GET", address.path, body and json.dumps(body), headers)
+            response = connection.getresponse()
+            answer = response.read(MOST_BYTES)
     except (OSError, HTTPException) as error:
         raise QuantkitError(f"{url} cannot be reached: {first_line(error)}") from error
-    finally:
-        connection.close()
     if response.status != 200:
         text = answer.decode("utf-8", "replace").replace(key or "\0", "…").strip()
         shown = textwrap.shorten(text, SHOWN_CHARACTERS, placeholder=" …")

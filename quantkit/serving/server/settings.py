@@ -58,14 +58,10 @@ class ServeSettings:
 
     def check(self) -> None:
         """Raise QuantkitError for invalid values."""
-        check_value(
-            "--parallel", self.parallel, self.parallel is None or self.parallel >= 1, "choose 1 or more"
-        )
-        check_value(
-            "--start-timeout", self.start_timeout, self.start_timeout > 0, "choose more than 0 seconds"
-        )
+        parallel, seconds, share = self.parallel, self.start_timeout, self.memory_fraction
+        check_value("--parallel", parallel, parallel is None or parallel >= 1, "choose 1 or more")
+        check_value("--start-timeout", seconds, seconds > 0, "choose more than 0 seconds")
         require(0 <= self.port <= 65535, f"--port {self.port} is no port", "0 takes a free one", USAGE)
-        share = self.memory_fraction
         check_value("--memory-fraction", share, 0 < share <= 1, "above 0, at most 1")
         valid = (key := self.api_key) is None or (key.strip() and key.isascii() and key.isprintable())
         require(valid, "the API key is empty or not printable ASCII", "give another", USAGE)
@@ -92,7 +88,7 @@ def free_port(host: str, port: int) -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: closed ones may linger
         try:
             probe.bind((host, port))
-        except (OSError, OverflowError) as error:
+        except (OSError, TypeError) as error:  # TypeError: the host is no name
             why = getattr(error, "strerror", None) or error
             hint = "--port 0 takes a free one; --host 127.0.0.1 is always there"
             raise QuantkitError(f"--host {host} --port {port} cannot be used: {why}", hint, USAGE) from error

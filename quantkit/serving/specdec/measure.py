@@ -6,7 +6,7 @@ import gc
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -55,16 +55,17 @@ def compare(
     is too small (exit code 5) or a model has a recurrent state (4).
     """
     device = choose_device(settings.device)
-    dtype = shared_dtype(settings.dtype, target, device)
+    dtype = str(shared_dtype(settings.dtype, target, device)).removeprefix("torch.")
+    settings = replace(settings, dtype=dtype)  # drafts compute in the target's
     _check([target, *(draft for draft in drafts if draft is not None)], settings)
     prompts = _prompts(target, settings).to(device)
     progress.phase(f"loading {target.source}")
-    model, target_memory = _load(target, settings, device, dtype)
+    model, target_memory = _load(target, settings)
     measured = []
     for draft in drafts:
         name = draft.source if draft else LOOKUP
         progress.phase(f"loading {name}")
-        draft_model, draft_memory = _load(draft, settings, device, dtype) if draft else (None, None)
+        draft_model, draft_memory = _load(draft, settings) if draft else (None, None)
         counting = partial(progress.counting, f"drafting by {name}")
         texts = interleaved(model, draft_model, prompts, ends_of_text(target), settings, counting)
         by_bytes = draft_memory["stored"] / target_memory["stored"] if draft else 0.0
@@ -79,7 +80,6 @@ def compare(
         "ks": settings.ks,
         "text": settings.prompt_text.name if settings.prompt_text else "shipped",
         "prompts_sha256": hashlib.sha256(prompts.cpu().numpy().astype("<i8").tobytes()).hexdigest(),
-        "dtype": str(dtype).removeprefix("torch."),
         "device": str(device),
         "threads": torch.get_num_threads(),
     }
@@ -115,20 +115,18 @@ def _prompts(checkpoint: Checkpoint, settings: SpecdecSettings) -> Tensor:
     return calibration.load(checkpoint, options).tokens
 
 
-def _load(
-    checkpoint: Checkpoint, settings: SpecdecSettings, device: torch.device, dtype: torch.dtype
-) -> tuple[nn.Module, dict[str, Any]]:
+def _load(checkpoint: Checkpoint, settings: SpecdecSettings) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model and {weights: bytes in memory, kv: bytes of the cache of one text or None, stored:
     bytes on disk, kernels: name, note: why weights were decoded}."""
     tokens = settings.prompt_tokens + settings.tokens
-    model, facts = engine.load(checkpoint, dtype, device, tokens)
+    model, facts = engine.load(checkpoint, settings, tokens)
     # transformers refuses recurrent models as targets, and fails with them as drafts
     what = f"{checkpoint.source} keeps a recurrent state, which cannot take tokens back"
     require(not model._is_stateful, what, "choose a model with attention alone", UNSUPPORTED)
     return model, {
         "weights": facts.weight_bytes,
         "kv": cache_bytes(checkpoint.folder, tokens, facts.dtype),
-        "stored": sum(info.nbytes for info in checkpoint.infos.values()),
+        "stored": checkpoint.stored_bytes,
         "kernels": facts.kernels,
         "note": facts.note,
     }

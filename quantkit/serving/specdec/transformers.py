@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from quantkit.evaluation import sampling
 from quantkit.evaluation.generate import first_difference
 from quantkit.evaluation.sampling import Sampling
-from quantkit.serving.engines.transformers import Clock, clock_of
+from quantkit.serving.engines.transformers import device_time
 from quantkit.serving.specdec.acceptance_rate import DraftStep
 
 LOOKUP_NGRAM = 2  # length of the n-grams that prompt-lookup looks up, transformers' default
@@ -69,12 +69,12 @@ def generate(
             assistant_confidence_threshold=0.0,
         )
     target.generation_config = transformers.GenerationConfig()  # not the checkpoint's settings
-    recorder = _PassRecorder(clock_of(prompt.device))
+    recorder = _PassRecorder(prompt.device)
     hook = target.register_forward_pre_hook(recorder.begin, with_kwargs=True)
-    began = recorder.clock()
+    began = device_time(prompt.device)
     try:
         out = sampling.generate(target, prompt, how, ends, config, streamer=recorder, **assistant)
-        seconds = recorder.clock() - began
+        seconds = device_time(prompt.device) - began
     finally:
         hook.remove()
     begun, (_, *chosen) = recorder.begun, recorder.chosen
@@ -99,18 +99,18 @@ class _PassRecorder(BaseStreamer):
     """Records (ids, time) of each pass of the target: `begun` its input, `chosen` the tokens that are kept.
     The first entry of `chosen` is the prompt."""
 
-    def __init__(self, clock: Clock):
-        self.clock = clock
+    def __init__(self, device: torch.device):
+        self.device = device
         self.begun: list[tuple[list[int], float]] = []
         self.chosen: list[tuple[list[int], float]] = []
 
     def begin(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Record the input of a pass; a forward pre-hook."""
-        self.begun.append((kwargs["input_ids"][0].tolist(), self.clock()))
+        self.begun.append((kwargs["input_ids"][0].tolist(), device_time(self.device)))
 
     def put(self, value: Tensor) -> None:
         """Record the tokens of a pass. transformers calls this with the prompt first."""
-        self.chosen.append((value.flatten().tolist(), self.clock()))
+        self.chosen.append((value.flatten().tolist(), device_time(self.device)))
 
     def end(self) -> None:
         """Do nothing; transformers calls this when the text has ended."""

@@ -12,6 +12,7 @@ import itertools
 import re
 import statistics
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,11 +60,7 @@ def plan(settings: AttentionSettings, context: int | None) -> list[int]:
 
 
 def measure(
-    checkpoint: Checkpoint,
-    settings: AttentionSettings,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress = SILENT,
+    checkpoint: Checkpoint, settings: AttentionSettings, progress: Progress = SILENT
 ) -> dict[str, Any]:
     """Load the model, run every implementation at every length; return JSON (bench-attention-2.json).
 
@@ -72,14 +69,14 @@ def measure(
     """
     names, lengths = settings.names("implementations"), plan(settings, checkpoint.context)
     progress.phase(f"loading {checkpoint.source}")
-    model, facts = engine.load(checkpoint, dtype, device, lengths[-1] + settings.tokens)
+    model, facts = engine.load(checkpoint, settings, lengths[-1] + settings.tokens)
     gc.collect()
-    bench = _AttentionBench(checkpoint, model, settings, device)
-    bench.warm_up(names, min(SHORT, lengths[0]))
+    bench = _AttentionBench(checkpoint, model, settings, Attempts(names, FAILURES, model.device))
+    kernels = bench.kernels(min(SHORT, lengths[0]))
     rows: list[dict[str, Any]] = []
     for index, length in enumerate(lengths):  # long prompts take long
         progress.counting("measuring, in prompt tokens", sum(lengths[:index]), sum(lengths))
-        rows += bench.rows(names, length)
+        rows += [row | {"kernel": kernels.get(row["attention"], "")} for row in bench.rows(length)]
     if all(row["refused"] for row in rows):
         raise bench.attempts.failure("attention", "eager runs everywhere")
     return {
@@ -87,7 +84,7 @@ def measure(
         "model": checkpoint.source,
         "settings": settings.record(),
         "dtype": facts.dtype,
-        "device": str(device),
+        "device": facts.device,
         "context": checkpoint.context,
         "weights": facts.weights,
         "weight_bytes": facts.weight_bytes,
@@ -95,39 +92,49 @@ def measure(
     }
 
 
+@dataclass(frozen=True)
 class _AttentionBench:
-    """The loaded model. kernels: what each implementation ran."""
+    """The loaded model, switched between attention implementations."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, model: nn.Module, settings: AttentionSettings, device: torch.device
-    ):
-        self.checkpoint, self.model, self.settings, self.device = checkpoint, model, settings, device
-        self.kernels: dict[str, str | None] = {}
-        self.attempts = Attempts(FAILURES, device)
+    checkpoint: Checkpoint
+    model: nn.Module
+    settings: AttentionSettings
+    attempts: Attempts
 
-    def warm_up(self, names: Sequence[str], length: int) -> None:
-        """Run each implementation, so that libraries allocate their lasting buffers; note its kernel."""
+    def kernels(self, length: int) -> dict[str, str]:
+        """Return the names of the kernels that run with prompts of `length` tokens. The first run, in which
+        libraries allocate their lasting buffers, is not observed."""
         prompts = self._prompts(length)
-        for name in names:
-            self.kernels[name] = self._attempt(name, lambda name=name: self._kernel(name, prompts))
 
-    def rows(self, names: Sequence[str], length: int) -> list[dict[str, Any]]:
+        def kernel(name: str) -> str:
+            self._seconds(name, prompts)
+            with Operators() as operators:
+                self._seconds(name, prompts)
+            ran = getattr(self.model.config.get_text_config(), "_attn_implementation", name)
+            instead = f"; transformers took {ran} instead" if ran != name else ""
+            return describe(operators.names) + instead
+
+        return self.attempts.turn(kernel)
+
+    def rows(self, length: int) -> list[dict[str, Any]]:
         """Measure the implementations in turn with prompts of `length` tokens; return a row for each."""
-        refused, prompts = self.attempts.refused, self._prompts(length)
-        if too_large := self._too_large(length):
+        names, refused, prompts = self.attempts.names, self.attempts.refused, self._prompts(length)
+        if "eager" in names and (too_large := self._too_large(length)):
             refused.setdefault("eager", too_large)
-        peaks = {name: self._attempt(name, lambda: self._peak_bytes(prompts)) for name in names}
-        tokens = 1 + self.settings.tokens
-        turns = [
-            {name: self._attempt(name, lambda: self._seconds(prompts, tokens)) for name in names}
-            for _ in range(self.settings.repeats)
-        ]
+
+        def prefill_bytes(name: str) -> int | None:
+            return allocated(self.model.device, lambda: self._seconds(name, prompts))
+
+        def seconds(name: str) -> list[float]:
+            return self._seconds(name, prompts, 1 + self.settings.tokens)
+
+        peaks = self.attempts.turn(prefill_bytes)
+        turns = [self.attempts.turn(seconds) for _ in range(self.settings.repeats)]
         rows = []
         for name in names:
-            ran = name not in refused
-            row = {"attention": name, "length": length, "kernel": self.kernels[name] or ""}
-            row["seconds"] = [turn[name][0] for turn in turns] if ran else []
-            row["step_seconds"] = [statistics.median(turn[name][1:]) for turn in turns] if ran else []
+            ran = [] if name in refused else [turn[name] for turn in turns]
+            row = {"attention": name, "length": length, "seconds": [tokens[0] for tokens in ran]}
+            row["step_seconds"] = [statistics.median(tokens[1:]) for tokens in ran]
             row["prefill_bytes"] = peaks[name] if ran else None
             rows.append(row | {"refused": refused.get(name, "")})
         return rows
@@ -136,37 +143,17 @@ class _AttentionBench:
         vocab_size, seed = self.checkpoint.text_config.vocab_size, f"{self.settings.seed} {length}"
         return random_prompts.draw([length] * self.settings.batch, vocab_size, seed)
 
-    def _attempt(self, name: str, work: Callable[[], Any]) -> Any:
-        """Return the result of `work` under an implementation; None if it fails or has failed before."""
-
-        def switched() -> Any:
-            self.model.set_attn_implementation(name)
-            return work()
-
-        return self.attempts.run(name, switched)
-
-    def _seconds(self, prompts: Prompts, tokens: int = 1) -> list[float]:
-        """Return the seconds of each new token. The first is the prefill, which as in serving computes logits
-        of the last token only: all take more memory than attention does."""
-        return engine.continue_batch(self.model, prompts, tokens, engine.clock_of(self.device))[1]
-
-    def _kernel(self, name: str, prompts: Prompts) -> str:
-        """Return the name of the kernel that runs."""
-        self._seconds(prompts)
-        with Operators() as operators:
-            self._seconds(prompts)
-        ran = getattr(self.model.config.get_text_config(), "_attn_implementation", name)
-        instead = f"; transformers took {ran} instead" if ran != name else ""
-        return describe(operators.names) + instead
-
-    def _peak_bytes(self, prompts: Prompts) -> int | None:
-        return allocated(self.device, lambda: self._seconds(prompts))
+    def _seconds(self, name: str, prompts: Prompts, tokens: int = 1) -> list[float]:
+        """Return the seconds of each new token under an implementation. The first is the prefill, which as in
+        serving computes logits of the last token only: all take more memory than attention does."""
+        self.model.set_attn_implementation(name)
+        return engine.continue_batch(self.model, prompts, tokens)[1]
 
     def _too_large(self, length: int) -> str:
         """Return why eager needs too much memory, or "". On a CPU the system would kill the process."""
         heads = getattr(self.checkpoint.text_config, "num_attention_heads", 1) or 1
         scores = attention_scores(heads, length, self.model.dtype.itemsize) * self.settings.batch
-        need, free = WRITTEN_OUT * scores, free_memory(self.device)
+        need, free = WRITTEN_OUT * scores, free_memory(self.model.device)
         short = f"scores of one layer take {megabytes(need)}, {megabytes(free)} of memory are free"
         return short if need > free else ""
 

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
-from quantkit.evaluation.comparison.columns import NOTHING
+from quantkit.evaluation.comparison.columns import at
 from quantkit.evaluation.comparison.figures import Axis, Figure, Point, Series
-from quantkit.evaluation.comparison.report import Report, Table
-from quantkit.tables import figure, size
+from quantkit.evaluation.comparison.report import Report
+from quantkit.serving.bench.show import Columns, Record, half_range, milliseconds, table
+from quantkit.tables import size
 
-Record = dict[str, Any]
-MEANINGS = {
-    "N": "tokens of the prompt",
-    "prefill ms": "milliseconds until the prompt is processed (median)",
-    "±": "half the range of the runs, as a share of the median",
-    "ratio": "prefill speed as a multiple of the first row's, at the same N",
-    "memory": "peak of torch's allocations in the prefill, above the loaded model",
-    "token ms": "milliseconds of each new token after the prompt (median)",
+MEMORY = "peak of torch's allocations in the prefill, above the loaded model"
+
+
+def _median(name: str) -> Callable[[Record], str]:
+    """Return a function from a row to the cell with the median of its seconds, in milliseconds."""
+    return lambda row: milliseconds(statistics.median(row[name]))
+
+
+COLUMNS: Columns = {  # for a row of the record
+    "N": ("tokens of the prompt", lambda row: f"{row['length']:,}"),
+    "prefill ms": ("milliseconds until the prompt is processed (median)", _median("seconds")),
+    "±": ("half the range of the runs, as a share of the median", lambda row: half_range(row["seconds"])),
+    "ratio": ("prefill speed as a multiple of the first row's, at the same N", at("ratio", "{:.2f}×".format)),
+    "memory": (MEMORY, at("prefill_bytes", size)),
+    "token ms": ("milliseconds of each new token after the prompt (median)", _median("step_seconds")),
 }
 
 
@@ -30,15 +37,15 @@ def report(record: Record) -> Report:
     medians = f"medians of {settings['repeats']} runs in turn after a warm-up, ± half their range"
     medians = medians if settings["repeats"] > 1 else "one run after a warm-up"
     lengths = sorted({row["length"] for row in record["rows"]})
-    groups = [("", [*_cells(record, length)]) for length in lengths]
+    groups = [("", _compared(record, length)) for length in lengths]
     return Report(
         title=f"Speed and memory of attention in {record['model']}",
         facts={
             "model": f"{record['model']}{limit}; weights {size(record['weight_bytes'])}, {record['weights']}",
             "measured": f"{setup}; {medians}",
-            "memory": MEANINGS["memory"],
+            "memory": MEMORY,
         },
-        tables=[Table(["attention", *MEANINGS], groups, MEANINGS, {"N": "tokens"})],
+        tables=[table("attention", COLUMNS, groups, {"N": "tokens"})],
         notes=list(_kernels(record)),
         figures=_figures(record, lengths),
     )
@@ -50,17 +57,12 @@ def _by_name(record: Record) -> dict[str, list[Record]]:
     return {name: [row for row in record["rows"] if row["attention"] == name] for name in names}
 
 
-def _cells(record: Record, length: int) -> Iterator[list[str]]:
-    """Yield table rows for prompts of `length` tokens; ratios are to the first implementation that ran."""
+def _compared(record: Record, length: int) -> list[tuple[str, Record]]:
+    """Return the rows for prompts of `length` tokens, with ratios to the first implementation that ran."""
     ran = [row for row in record["rows"] if row["length"] == length and not row["refused"]]
-    for row in ran:
-        median, first = statistics.median(row["seconds"]), statistics.median(ran[0]["seconds"])
-        half = (max(row["seconds"]) - min(row["seconds"])) / 2 / median
-        spread = f"{half:.0%}" if len(row["seconds"]) > 1 else NOTHING
-        memory = NOTHING if row["prefill_bytes"] is None else size(row["prefill_bytes"])
-        step = figure(1e3 * statistics.median(row["step_seconds"]))
-        yield [row["attention"], f"{length:,}", figure(1e3 * median), spread,
-               f"{first / median:.2f}×", memory, step]  # fmt: skip
+    medians = [statistics.median(row["seconds"]) for row in ran]
+    ratios = [medians[0] / median for median in medians]
+    return [(row["attention"], row | {"ratio": ratio}) for row, ratio in zip(ran, ratios, strict=True)]
 
 
 def _kernels(record: Record) -> Iterator[tuple[str, str]]:

@@ -15,34 +15,26 @@ import torch
 import transformers
 from torch import nn
 
-from quantkit.serving.bench.batching.trace import BatchStep, Replay, Served, TraceRequest
-from quantkit.serving.engines.transformers import Clock
+from quantkit.serving.bench.batching.trace import BatchStep, Prompts, Replay, Served, TraceRequest
+from quantkit.serving.engines.transformers import device_time
 
 MOST_TOKENS = 2048  # per step; longer prompts are processed in pieces
 PAGE = 16  # tokens of a cache block
 
 
 @torch.no_grad()
-def serve(
-    model: nn.Module,
-    requests: Sequence[TraceRequest],
-    prompts: Sequence[Sequence[int]],
-    size: int,
-    clock: Clock,
-    page: int = PAGE,
-) -> Replay:
-    """Serve every request greedily, at most `size` at once, in cache blocks of `page` tokens. The cache has
-    room for `size` requests as long as the longest. Requests share no blocks, so that every prompt is
-    computed as in the other strategies.
+def serve(model: nn.Module, requests: Sequence[TraceRequest], prompts: Prompts, size: int) -> Replay:
+    """Serve every request greedily, at most `size` at once. The cache has room for `size` requests as long as
+    the longest. Requests share no blocks, so that every prompt is computed as in the other strategies.
 
-    clock: returns seconds after waiting for the device. Raises transformers' own errors for models without a
-    paged cache, and AttributeError if the installed transformers has a different loop.
+    Raises transformers' own errors for models without a paged cache, and AttributeError if the installed
+    transformers has a different loop.
     """
     longest = max(request.prompt + request.output for request in requests)
     prefill = sum(sorted((request.prompt for request in requests), reverse=True)[:size])
     settings = transformers.ContinuousBatchingConfig(
-        page_size=page,
-        num_blocks=size * -(-longest // page),
+        page_size=PAGE,
+        num_blocks=size * -(-longest // PAGE),
         max_batch_tokens=min(MOST_TOKENS, size + prefill),
         max_requests_per_batch=size,
         allow_block_sharing=False,
@@ -54,7 +46,7 @@ def serve(
     manager, before = None, model.config._attn_implementation
     try:
         manager = model.init_continuous_batching(greedy, settings)
-        return _loop(manager, requests, prompts, clock)
+        return _loop(manager, requests, prompts, model.device)
     finally:
         if manager is not None:
             manager.batch_processor = None  # its destructor empties the device's caches
@@ -64,9 +56,7 @@ def serve(
         gc.collect()
 
 
-def _loop(
-    manager: Any, requests: Sequence[TraceRequest], prompts: Sequence[Sequence[int]], clock: Clock
-) -> Replay:
+def _loop(manager: Any, requests: Sequence[TraceRequest], prompts: Prompts, device: torch.device) -> Replay:
     processor = manager.batch_processor = manager._create_batch_processor()
     now, arrived, steps = 0.0, 0, []
     first: dict[int, float] = {}
@@ -78,7 +68,7 @@ def _loop(
             output = requests[arrived].output
             manager.add_request(prompts[arrived], request_id=str(arrived), max_new_tokens=output)
             arrived += 1
-        began = clock()
+        began = device_time(device)
         if not processor.prepare_next_batch():
             raise RuntimeError("transformers' scheduler has requests, and schedules none")
         manager._generation_step()
@@ -86,7 +76,7 @@ def _loop(
         counts = _count(processor, batch)
         begun = [int(entry.state.request_id) for entry in batch if entry.has_new_token]
         processor.update_batch()
-        seconds = clock() - began
+        seconds = device_time(device) - began
         now += seconds
         steps.append(BatchStep(seconds, *counts))
         for index in begun:

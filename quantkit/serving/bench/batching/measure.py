@@ -13,9 +13,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import torch
-
-from quantkit.errors import QuantkitError, one_of
+from quantkit.errors import QuantkitError
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.quantize.progress import SILENT, Progress
 from quantkit.serving.bench import prompts as random_prompts
@@ -26,59 +24,44 @@ from quantkit.serving.bench.settings import BatchingSettings
 from quantkit.serving.engines import transformers as engine
 
 SCHEMA = "quantkit.bench-batching/2"
-WAITS = {"static": math.inf, "dynamic": 0.25}  # seconds that a batch waits to be full
-STRATEGIES = (*WAITS, "continuous")
+SERVE = {  # wait: seconds that a batch waits to be full
+    "static": partial(padded.serve, wait=math.inf),
+    "dynamic": partial(padded.serve, wait=0.25),
+    "continuous": continuous.serve,
+}
 WARM_TOKENS = 4  # tokens per answer in the warm-up
 # AttributeError: a transformers whose loop of continuous batching is another one
 FAILURES = (QuantkitError, ImportError, RuntimeError, ValueError, MemoryError, AttributeError)
 
 
-def strategies(settings: BatchingSettings) -> tuple[str, ...]:
-    """Return the strategies of --policies. Raises QuantkitError (exit code 2) for an unknown one."""
-    names = settings.names("policies")
-    return tuple(one_of(name, STRATEGIES, f"unknown policy {name!r}") for name in names)
-
-
 def measure(
-    checkpoint: Checkpoint,
-    settings: BatchingSettings,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress = SILENT,
+    checkpoint: Checkpoint, settings: BatchingSettings, progress: Progress = SILENT
 ) -> dict[str, Any]:
     """Load the model, serve the trace with every strategy; return JSON (bench-batching-2.json).
 
-    Raises QuantkitError for an unknown strategy (exit code 2), a model that does not fit the
-    memory (5), or if every strategy fails (4). If only some fail, their outcomes give the reason.
+    Raises QuantkitError for a model that does not fit the memory (exit code 5), or if every strategy fails
+    (4). If only some fail, their outcomes give the reason.
     """
-    names, repeats = strategies(settings), settings.repeats
+    names = settings.strategies
     requests = trace.sample(settings, checkpoint.context)
     progress.phase(f"loading {checkpoint.source}")
     longest = max(request.prompt + request.output for request in requests)
-    model, facts = engine.load(checkpoint, dtype, device, settings.batch * longest)
+    model, facts = engine.load(checkpoint, settings, settings.batch * longest)
     lengths = [request.prompt for request in requests]
     prompts = random_prompts.draw(lengths, checkpoint.text_config.vocab_size, f"{settings.seed} tokens")
-
-    def serve(name: str, requests: Sequence[TraceRequest]) -> Replay:
-        """Serve `requests`, the first of the trace."""
-        arguments = model, requests, prompts[: len(requests)], settings.batch
-        clock = engine.clock_of(device)
-        if name == "continuous":
-            return continuous.serve(*arguments, clock)
-        return padded.serve(*arguments, WAITS[name], clock)
-
-    attempts = Attempts(FAILURES, device)
+    attempts = Attempts(names, FAILURES, model.device)
     progress.phase("warming up")
     batch = requests[: settings.batch]
     warm_up = [TraceRequest(0.0, request.prompt, min(WARM_TOKENS, request.output)) for request in batch]
-    for name in names:
-        attempts.run(name, partial(serve, name, warm_up))
+    attempts.turn(lambda name: SERVE[name](model, warm_up, prompts, settings.batch))
     replays: dict[str, list[Replay]] = {name: [] for name in names}
-    for index in range(repeats * len(names)):
-        round_, position = divmod(index, len(names))
-        name = names[(round_ + position) % len(names)]  # each round begins with another strategy
-        progress.counting("serving", index, repeats * len(names))
-        replays[name].append(attempts.run(name, partial(serve, name, requests)))
+    for index in range(settings.repeats):
+        progress.counting("serving, in rounds", index, settings.repeats)
+        turn = attempts.turn(
+            lambda name: SERVE[name](model, requests, prompts, settings.batch), first=index % len(names)
+        )
+        for name, replay in turn.items():
+            replays[name].append(replay)
     if len(attempts.refused) == len(names):
         raise attempts.failure("batching", "static runs most models")
     return {
@@ -87,7 +70,7 @@ def measure(
         "settings": settings.record(),
         "trace": [asdict(request) for request in requests],
         "dtype": facts.dtype,
-        "device": str(device),
+        "device": facts.device,
         "context": checkpoint.context,
         "attention": facts.attention,
         "weights": facts.weights,
@@ -101,21 +84,21 @@ def outcomes(replays: Mapping[str, Sequence[Replay]], refused: Mapping[str, str]
     replays: rounds by strategy. refused: why there are no figures, by strategy. tokens_per_second: throughput
     of each round. ratio: throughput divided by that of the first strategy that ran, median over the rounds.
     """
-    measured = {name: list(map(figures, replays[name])) for name in replays if name not in refused}
-    speeds = {name: [rates["tokens_per_second"] for rates in rounds] for name, rounds in measured.items()}
-    first, records = next(iter(speeds.values())), []
-    for name in replays:
-        outcome: dict[str, Any] = {"strategy": name, "refused": refused.get(name, "")}
-        if name in refused:
-            records.append(outcome | {"figures": None, "tokens_per_second": [], "ratio": None})
-            continue
-        speed = speeds[name]
-        median = sorted(range(len(speed)), key=speed.__getitem__)[len(speed) // 2]
-        outcome |= {"figures": measured[name][median], "tokens_per_second": speed}
-        outcome["ratio"] = statistics.median(a / b for a, b in zip(speed, first, strict=True))
-        outcome["requests"] = [
-            {"arrival": served.arrival, "first_token": served.first, "done": served.done}
-            for served in replays[name][median].requests
-        ]
-        records.append(outcome)
+    records: list[dict[str, Any]] = []
+    first: list[float] = []
+    for name, rounds in replays.items():
+        record = {"strategy": name, "refused": refused.get(name, "")}
+        record |= {"figures": None, "tokens_per_second": [], "ratio": None}
+        if name not in refused:
+            measured = [figures(replay) for replay in rounds]
+            speeds = [rates["tokens_per_second"] for rates in measured]
+            first = first or speeds
+            median = speeds.index(statistics.median_high(speeds))
+            record |= {"figures": measured[median], "tokens_per_second": speeds}
+            record["ratio"] = statistics.median(a / b for a, b in zip(speeds, first, strict=True))
+            record["requests"] = [
+                {"arrival": served.arrival, "first_token": served.first, "done": served.done}
+                for served in rounds[median].requests
+            ]
+        records.append(record)
     return records

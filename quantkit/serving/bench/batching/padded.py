@@ -12,17 +12,12 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from quantkit.serving.bench.batching.trace import BatchStep, Replay, Served, TraceRequest
-from quantkit.serving.engines.transformers import Clock, continue_batch
+from quantkit.serving.bench.batching.trace import BatchStep, Prompts, Replay, Served, TraceRequest
+from quantkit.serving.engines.transformers import continue_batch
 
 
 def serve(
-    model: nn.Module,
-    requests: Sequence[TraceRequest],
-    prompts: Sequence[Sequence[int]],
-    size: int,
-    wait: float,
-    clock: Clock,
+    model: nn.Module, requests: Sequence[TraceRequest], prompts: Prompts, size: int, wait: float
 ) -> Replay:
     """Serve all requests (in order of arrival), batch after batch. size, wait: see `next_batch`."""
     arrivals = [request.arrival for request in requests]
@@ -31,7 +26,7 @@ def serve(
         indices, start = next_batch(arrivals, len(served), free, size, wait)
         members = [requests[index] for index in indices]
         longest = max(request.output for request in members)
-        written, seconds, _ = continue_batch(model, [prompts[index] for index in indices], longest, clock)
+        written, seconds, _ = continue_batch(model, [prompts[index] for index in indices], longest)
         batch = account(members, start, seconds, written)
         served += batch.requests
         steps += batch.steps

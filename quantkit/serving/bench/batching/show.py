@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from quantkit.evaluation.comparison.columns import NOTHING
+from quantkit.evaluation.comparison.columns import at
 from quantkit.evaluation.comparison.figures import Axis, Figure, Point, Series
-from quantkit.evaluation.comparison.report import Report, Table
+from quantkit.evaluation.comparison.report import Report
+from quantkit.serving.bench.show import Columns, Record, half_range, table
 from quantkit.tables import figure
 
-Record = dict[str, Any]
 IDLE_MACHINE = 0.5  # below this share of busy time, the trace mostly measures waiting
-MEANINGS = {
-    "tok/s": "new tokens a second",
-    "±": "half the range of the rounds",
-    "ratio": "tok/s over the first row's",
-    "p50": "seconds from arrival to the answer, median",
-    "p90": "90th percentile",
-    "p99": "99th percentile",
-    "1st p50": "seconds from arrival to the first token, median",
-    "1st p99": "99th percentile",
-    "padded": "share of padding in the prompts",
-    "idle": "share of finished sequences in decoding",
-    "KV used": "tokens in the cache, averaged over the computed time",
-    "reserved": "slots of the cache reserved for tokens",
+COLUMNS: Columns = {  # for a strategy's outcome
+    "tok/s": ("new tokens a second", at("figures.tokens_per_second", figure)),
+    "±": ("half the range of the rounds", lambda outcome: half_range(outcome["tokens_per_second"])),
+    "ratio": ("tok/s over the first row's", at("ratio", "{:.2f}×".format)),
+    "p50": ("seconds from arrival to the answer, median", at("figures.latency.p50", figure)),
+    "p90": ("90th percentile", at("figures.latency.p90", figure)),
+    "p99": ("99th percentile", at("figures.latency.p99", figure)),
+    "1st p50": ("seconds from arrival to the first token, median", at("figures.first_token.p50", figure)),
+    "1st p99": ("99th percentile", at("figures.first_token.p99", figure)),
+    "padded": ("share of padding in the prompts", at("figures.padded", "{:.1%}".format)),
+    "idle": ("share of finished sequences in decoding", at("figures.idle", "{:.1%}".format)),
+    "KV used": ("tokens in the cache, averaged over the computed time", at("figures.used", "{:,.0f}".format)),
+    "reserved": ("slots of the cache reserved for tokens", at("figures.reserved", "{:,.0f}".format)),
 }
 UNITS = dict.fromkeys(("p50", "p90", "p99", "1st p50", "1st p99"), "s")
 UNITS |= dict.fromkeys(("KV used", "reserved"), "tokens")
@@ -38,7 +37,7 @@ def report(record: Record) -> Report:
     ran = [outcome for outcome in record["outcomes"] if outcome["figures"]]
     medians = f"the median of {settings['repeats']} rounds after a warm-up, ± half their range"
     medians = medians if settings["repeats"] > 1 else "one round after a warm-up"
-    rows = [_cells(outcome) for outcome in ran]
+    rows = [(outcome["strategy"], outcome) for outcome in ran]
     return Report(
         title=f"Speed and latency of batching with {record['model']}",
         facts={
@@ -46,26 +45,10 @@ def report(record: Record) -> Report:
             "trace": f"{describe(record['trace'])}; Poisson arrivals at {settings['rate']:g}/s",
             "measured": f"{setup}; {medians}; waiting by a virtual clock",
         },
-        tables=[Table(["batching", *MEANINGS], [("", rows)], MEANINGS, UNITS, explained=True)],
+        tables=[table("batching", COLUMNS, [("", rows)], UNITS, explained=True)],
         notes=list(_notes(record, ran)),
         figures=[_latencies(ran)],
     )
-
-
-def _cells(outcome: Record) -> list[str]:
-    """Return the table row of a strategy."""
-    figures, speeds = outcome["figures"], sorted(outcome["tokens_per_second"])
-    spread = f"{(speeds[-1] - speeds[0]) / 2 / speeds[len(speeds) // 2]:.0%}" if len(speeds) > 1 else NOTHING
-    return [
-        outcome["strategy"],
-        figure(figures["tokens_per_second"]),
-        spread,
-        f"{outcome['ratio']:.2f}×",
-        *(figure(figures["latency"][name]) for name in ("p50", "p90", "p99")),
-        *(figure(figures["first_token"][name]) for name in ("p50", "p99")),
-        *(f"{figures[name]:.1%}" for name in ("padded", "idle")),
-        *(f"{figures[name]:,.0f}" for name in ("used", "reserved")),
-    ]
 
 
 def describe(requests: Sequence[Record]) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 
 from quantkit.serving.bench.settings import BatchingSettings
 
-PERCENTILES = (50, 90, 99)
+Prompts = Sequence[Sequence[int]]  # token ids
 
 
 @dataclass(frozen=True)
@@ -107,4 +107,4 @@ def figures(replay: Replay) -> dict[str, Any]:
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:
     """Return p50, p90 and p99, linearly interpolated."""
-    return {f"p{percent}": float(np.percentile(values, percent)) for percent in PERCENTILES}
+    return dict(zip(("p50", "p90", "p99"), np.percentile(values, (50, 90, 99)).tolist(), strict=True))
