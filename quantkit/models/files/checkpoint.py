@@ -146,11 +146,14 @@ class Checkpoint:
         """Return one stored or computed tensor, in `dtype` if given. rows: only these; see `stores_rows`."""
         info = self.infos[name]
         try:
-            stored = reading.read(info) if rows is None else reading.tensor(info, (rows,))
-            return stored.to(dtype or stored.dtype).contiguous()
+            return self._values(info, dtype, rows).contiguous()
         except OSError as error:
             what = f"{name} could not be read from {info.file}: {error}"
             raise QuantkitError(what, "download the file again") from error
+
+    def _values(self, info: TensorInfo, dtype: torch.dtype | None, rows: slice | None) -> torch.Tensor:
+        values = reading.read(info) if rows is None else reading.tensor(info, (rows,))
+        return values.to(dtype or values.dtype)
 
     def plain(self, info: TensorInfo) -> TensorInfo:
         """Return name, dtype, shape and bytes that a tensor will have in a plain safetensors file."""
@@ -158,7 +161,7 @@ class Checkpoint:
 
     def data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
         """Yield the bytes of the tensor that `plain` describes, piece by piece."""
-        if isinstance(info, reading.OTHERWISE):
+        if isinstance(info, reading.Computed):
             return iter([reading.read(info).contiguous().view(-1).view(torch.uint8).numpy().data])
         return safetensors_folder.raw(info)
 

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.ggml.blocks import decode_rows
 from quantkit.models.files import checksums, gguf_file, gguf_shards, reading
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.reading import DTYPES
+from quantkit.models.files.reading import DTYPES, Computed
 from quantkit.models.files.safetensors_folder import DTYPE_BYTES, TensorInfo
 from quantkit.models.gguf import configuration, rope, tensors
 from quantkit.models.gguf.architectures import refuse_other
@@ -169,26 +169,19 @@ class GgufCheckpoint(Checkpoint):
         info = self.infos[name]
         return info.in_rows if isinstance(info, GgmlTensor) else super().stores_rows(name)
 
-    def load(self, name: str, dtype: torch.dtype | None = None, rows: slice | None = None) -> Tensor:
-        """Return a tensor's values; those of the file as `GgmlTensor.values` says."""
-        info = self.infos[name]
+    def _values(self, info: TensorInfo, dtype: torch.dtype | None, rows: slice | None) -> Tensor:
         if not isinstance(info, GgmlTensor):
-            return super().load(name, dtype, rows)
+            return super()._values(info, dtype, rows)
         return (info if rows is None else info.part(rows)).values(dtype)
 
     def plain(self, info: TensorInfo) -> TensorInfo:
-        """Return dtype, shape and bytes of a tensor in a safetensors file; types that safetensors lacks
-        become float32."""
+        """Return a tensor as a safetensors file will hold it; types that safetensors lacks become float32."""
         if not isinstance(info, GgmlTensor):
             return info
         dtype = info.dtype if info.dtype in PLAIN and not info.target.changed else "F32"
-        return replace(info, dtype=dtype, nbytes=math.prod(info.shape) * DTYPE_BYTES[dtype])
-
-    def data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
-        """Yield the bytes of the tensor that `plain` describes."""
-        if not isinstance(info, GgmlTensor):
-            return super().data(info)
-        return iter([self.load(info.name, DTYPES[info.dtype]).view(torch.uint8).numpy().data])
+        nbytes = math.prod(info.shape) * DTYPE_BYTES[dtype]
+        values = partial(info.values, DTYPES[dtype])
+        return Computed(info.name, dtype, info.shape, info.file, info.offset, nbytes, values)
 
     @cached_property
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
@@ -227,11 +220,10 @@ def open_file(source: str, path: Path) -> GgufCheckpoint:
     pieces: dict[str, list[GgmlTensor]] = {}
     for target in targets:
         scale = reading.tensor(scales[target.name]) if target.name in scales else None
-        if target.part:
-            piece = _tensor(target, stored[target.name], target.parameters[0], target.shape, scale)
-            pieces.setdefault(piece.name, []).append(piece)
-        else:
-            infos |= {info.name: info for info in _tensors(target, stored[target.name], scale)}
+        for info in _tensors(target, stored[target.name], scale):
+            infos[info.name] = info
+            if target.part:
+                pieces.setdefault(info.name, []).append(info)
     for name, parts in pieces.items():
         nbytes, shape = sum(piece.nbytes for piece in parts), parts[0].target.part.shape
         infos[name] = replace(parts[0], shape=shape, nbytes=nbytes, pieces=tuple(parts))
@@ -309,20 +301,11 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _tensors(target: Target, info: TensorInfo, scale: Tensor | None) -> Iterator[GgmlTensor]:
     """Yield each of transformers' tensors that one tensor of the file holds."""
-    count = len(target.parameters)
-    if count == 1:
-        shape = target.shape[::-1] if target.conv1d else target.shape
-        shape = (shape[0], 1, shape[1]) if target.single else shape
-        yield _tensor(target, info, target.parameters[0], shape, scale)
-        return
-    nbytes, shape = info.nbytes // count, target.shape[1:]
-    for index, name in enumerate(target.parameters):
-        alone = replace(target, parameters=(name,), shape=shape)
-        located = replace(info, offset=info.offset + index * nbytes, nbytes=nbytes)
-        yield _tensor(alone, located, name, shape, None if scale is None else scale[[index]])
-
-
-def _tensor(
-    target: Target, info: TensorInfo, name: str, shape: tuple[int, ...], scale: Tensor | None
-) -> GgmlTensor:
-    return GgmlTensor(name, info.dtype, shape, info.file, info.offset, info.nbytes, target, scale)
+    parts = target.parts
+    nbytes = info.nbytes // len(parts)
+    scales = [None] * len(parts) if scale is None else scale.chunk(len(parts))
+    for index, part in enumerate(parts):
+        shape = part.shape[::-1] if part.conv1d else part.shape
+        shape = (shape[0], 1, shape[1]) if part.single else shape
+        located = info.file, info.offset + index * nbytes, nbytes
+        yield GgmlTensor(part.parameters[0], info.dtype, shape, *located, part, scales[index])

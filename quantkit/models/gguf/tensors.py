@@ -78,8 +78,9 @@ class Target:
 
     @property
     def parts(self) -> list[Target]:
-        """Return the matrices of a stacked tensor, one per expert; for another tensor itself."""
-        if len(self.shape) < 3 or self.part:
+        """Return the parameters of a stacked tensor, such as one matrix per expert; for another tensor
+        itself."""
+        if self.part or (len(self.shape) < 3 and len(self.parameters) < 2):
             return [self]
         pairs = zip(self.parameters, self.stored or self.parameters, strict=True)
         return [replace(self, parameters=(p,), stored=(s,), shape=self.shape[1:]) for p, s in pairs]
@@ -174,7 +175,7 @@ def _name_of(model: nn.Module, wanted: nn.Module) -> str:
 
 def _model(config: PretrainedConfig, source: str) -> nn.Module:
     """Return the model on the meta device, with one linear per expert and projection."""
-    model = meta_model.empty(copy.deepcopy(config), source)
+    model = meta_model.empty(config, source)
     take_apart(model)
     return model
 

@@ -12,12 +12,13 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from quantkit.errors import QuantkitError
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.reading import Slice
+from quantkit.models.files.reading import Computed, Index, read
 from quantkit.models.files.safetensors_folder import DTYPE_BYTES, TensorInfo
 from quantkit.models.skeleton import meta_model
 
@@ -102,7 +103,7 @@ class Fused:
         above = re.split(r"\.\d+\.", self.path, maxsplit=1)[0]
         return head + self.path.removeprefix(above)
 
-    def slices(self, parameter: str, part: str, outputs: slice, info: TensorInfo) -> dict[str, Slice]:
+    def slices(self, parameter: str, part: str, outputs: slice, info: TensorInfo) -> dict[str, Computed]:
         """Return the slice `part` of a stored parameter for every expert. outputs: rows of the slice. Keys
         are names in the model.
 
@@ -128,9 +129,14 @@ class Fused:
             index = (expert, slice(None), outputs) if transposed else (expert, outputs)
             index = (*index, slice(None)) if matrices and not transposed else index
             name = f"{directory}.{expert}.{part}"
-            located = info.file, info.offset, nbytes
-            slices[name] = Slice(name, info.dtype, shape, *located, info, index, transposed)
+            values = partial(_sliced, info, index, transposed)
+            slices[name] = Computed(name, info.dtype, shape, info.file, info.offset, nbytes, values, info)
         return slices
+
+
+def _sliced(whole: TensorInfo, index: Index, transposed: bool) -> Tensor:
+    values = read(whole, index)
+    return values.t() if transposed else values
 
 
 def one_by_one(model: nn.Module, checkpoint: Checkpoint, layers: list[Fused]) -> Checkpoint:

@@ -28,7 +28,7 @@ from quantkit.models.files import card, checksums, gguf_shards, reading
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.gguf_writer import Entry, in_files, in_shards
 from quantkit.models.files.headers import LOSS
-from quantkit.models.files.reading import Rewritten
+from quantkit.models.files.reading import Computed
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.gguf.checkpoint import PLAIN
 from quantkit.models.gguf.imatrix import Imatrix
@@ -106,7 +106,7 @@ class GgufOutput(Output):
                 if info and info.dtype != type and target.part is None:
                     stored = type, info.shape, info.file, info.offset, info.nbytes
                     values = partial(_narrow, target, type, checkpoint, name)
-                    infos[name] = Rewritten(name, *stored, values)
+                    infos[name] = Computed(name, *stored, values)
         return replace(checkpoint, infos=checkpoint.infos | infos) if infos else checkpoint
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
