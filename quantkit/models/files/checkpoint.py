@@ -132,11 +132,11 @@ class Checkpoint:
             return values if dtype is None else values.to(dtype)
         return self.load(name, dtype)
 
-    def parts(self, name: str) -> dict[str, torch.Tensor]:
+    def parts(self, name: str) -> PackedLinear:
         """Return the stored tensors of a packed linear (`X.weight`), by suffix."""
         linear = name.removesuffix(".weight")
         names = self._quantized[linear]
-        return _Parts(linear, {suffix: self.load(stored) for suffix, stored in names.items()})
+        return PackedLinear(linear, {suffix: self.load(stored) for suffix, stored in names.items()})
 
     def stores_rows(self, name: str) -> bool:
         """Return whether `load` can return some rows of a tensor: neither packed nor computed."""
@@ -244,8 +244,9 @@ def load_tokenizer(
     return tokenizer
 
 
-class _Parts(dict[str, torch.Tensor]):
-    """Stored tensors of a packed linear. Raises QuantkitError if an absent one is read."""
+class PackedLinear(dict[str, torch.Tensor]):
+    """Stored tensors, by suffix, of the packed linear that the checkpoint calls `linear`. Raises
+    QuantkitError if an absent one is read."""
 
     def __init__(self, linear: str, parts: dict[str, torch.Tensor]):
         super().__init__(parts)

@@ -22,7 +22,7 @@ from quantkit.grids.ggml import TYPES
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.ggml.blocks import decode_rows
 from quantkit.models.files import checksums, gguf_file, gguf_shards, reading
-from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.checkpoint import Checkpoint, PackedLinear
 from quantkit.models.files.reading import DTYPES, Computed
 from quantkit.models.files.safetensors_folder import DTYPE_BYTES, TensorInfo
 from quantkit.models.gguf import configuration, rope, tensors
@@ -139,14 +139,15 @@ class GgufCheckpoint(Checkpoint):
         }
         return replace(self, layout=GgmlLayout(), _quantized=packed)
 
-    def parts(self, name: str) -> dict[str, Tensor]:
+    def parts(self, name: str) -> PackedLinear:
         """Return the ggml blocks `[out, row_bytes]` of a packed linear (`X.weight`), rows in the model's
         order, and the number of their type."""
         info = self.infos[name]
         raw = reading.octets(info.file, info.offset, info.nbytes, info.name)
         rows = info.target.to_hf(raw.view(info.target.shape[-2], -1))
         number = torch.tensor(GGMLQuantizationType[info.dtype].value, dtype=torch.int32)
-        return {"ggml": rows.contiguous(), "ggml_type": number}
+        parts = {"ggml": rows.contiguous(), "ggml_type": number}
+        return PackedLinear(name.removesuffix(".weight"), parts)
 
     def placed(self, name: str, tensor: Tensor) -> tuple[int, bytes]:
         """Return the offset of a tensor in the file and its new bytes. tensor: ggml blocks as `parts` returns

@@ -24,8 +24,8 @@ from quantkit.errors import UNSUPPORTED, require
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine.device import is_accelerator
-from quantkit.models.skeleton import experts, meta_model, rows, streaming
-from quantkit.models.skeleton.loading import FetchedBlock, Installer, Reader
+from quantkit.models.skeleton import experts, loading, meta_model, rows, streaming
+from quantkit.models.skeleton.loading import FetchedBlock, Loader
 from quantkit.models.skeleton.names import Names, set_aside
 from quantkit.models.skeleton.recording import Recorder
 from quantkit.models.skeleton.streaming import Keeper
@@ -65,8 +65,7 @@ class Skeleton:
         self.blocks = list(container)
         self.depth = len(self.blocks)
         self._recorder = Recorder(self.model, container, dtype, device)
-        self._reader = Reader(self.names, self.checkpoint, dtype, device)
-        self._installer = Installer(dtype, device)
+        self._loader = Loader(self.names, self.checkpoint, dtype, device)
         self._keepers: dict[int, Keeper] = {}  # by index of a loaded block with streamed experts
         self.streams = streaming.pays(self.blocks, dtype.itemsize, device)
 
@@ -111,8 +110,8 @@ class Skeleton:
 
     def read(self, name: str, expected: Tensor) -> Tensor:
         """Return the values of the model's tensor `name`, on the host and in the model's dtype; see
-        `Reader.read`."""
-        return self._reader.read(name, expected)
+        `Loader.read`."""
+        return self._loader.read(name, expected)
 
     def load_rest(self, away: bool = False) -> None:
         """Load everything outside the blocks, except towers of other modalities. Tied tensors stay one
@@ -125,7 +124,7 @@ class Skeleton:
         apart = self.rows_away() if away else {}
         state = {
             name: tensor.to("meta") if name in apart.values() else self.read(name, tensor).to(self.device)
-            for name, tensor in sorted(tensors.items(), key=lambda item: self._reader.offset(item[0]))
+            for name, tensor in sorted(tensors.items(), key=lambda item: self._loader.offset(item[0]))
             if name in stored and not name.startswith(self.names.blocks + ".")
         }
         self.model.load_state_dict(state, strict=False, assign=True)
@@ -133,7 +132,7 @@ class Skeleton:
         self.model.requires_grad_(False)
         on_host: dict[str, rows.Rows] = {}  # a tied head's rows are the embedding's
         for module, name in apart.items():
-            read = partial(self._reader.rows, name, module.weight)
+            read = partial(self._loader.rows, name, module.weight)
             if is_accelerator(self.device):
                 if name not in on_host:
                     on_host[name] = rows.OnHost(self.read(name, module.weight), self.device)
@@ -210,10 +209,10 @@ class Skeleton:
         if self.streams:
             experts = streaming.streamed(block)
             names = [name for name in block.state_dict() if name.rpartition(".")[0] not in experts]
-        return self._reader_of(checkpoint).block(index, block, decoded, names)
+        return self._loader_of(checkpoint).block(index, block, decoded, names)
 
-    def _reader_of(self, checkpoint: Checkpoint | None) -> Reader:
-        return replace(self._reader, checkpoint=checkpoint or self.checkpoint)
+    def _loader_of(self, checkpoint: Checkpoint | None) -> Loader:
+        return replace(self._loader, checkpoint=checkpoint or self.checkpoint)
 
     def load_block(
         self,
@@ -229,10 +228,9 @@ class Skeleton:
         not quantize activations.
         """
         block = self.blocks[index]
-        self._installer.load(block, fetched or self.fetch_block(index, checkpoint, decoded))
+        self._loader.load(block, fetched or self.fetch_block(index, checkpoint, decoded))
         if self.streams and streaming.streamed(block):
-            reader = self._reader_of(checkpoint)
-            self._keepers[index] = Keeper(index, block, reader, self._installer, decoded)
+            self._keepers[index] = Keeper(index, block, self._loader_of(checkpoint), decoded)
         return block
 
     def away(self, index: int) -> frozenset[str]:
@@ -268,10 +266,9 @@ class Skeleton:
         packed tensors of a streamed expert whenever it is read again; None: they stay in memory.
         """
         self.part(spec.block, spec.local)
-        stored = f"{spec.name}.weight"
         if keeper := self._keepers.get(spec.block):
-            keeper.keep(spec.local, layout, stored, again or partial(dict, packed))
-        return self._installer.install(self.blocks[spec.block], spec.local, layout, packed, stored)
+            keeper.keep(spec.local, layout, spec.name, again or partial(dict, packed))
+        return self._loader.install(self.blocks[spec.block], spec.local, layout, packed, spec.name)
 
     def free_block(self, index: int) -> None:
         """Release the memory of block `index`; its parameters return to the meta device. If
@@ -283,11 +280,11 @@ class Skeleton:
             return
         if keeper := self._keepers.pop(index, None):
             keeper.close()
-        self._installer.free(self.blocks[index])
+        loading.free(self.blocks[index])
 
     def stored_dtype(self, index: int, local: str) -> torch.dtype:
         """Return the stored dtype of a parameter of block `index`; for a packed linear, the model's own."""
-        return self._reader.stored_dtype(self.names.stored_of(index, local))
+        return self._loader.stored_dtype(self.names.stored_of(index, local))
 
     def as_stored(self, index: int, local: str) -> tuple[str, Tensor]:
         """Return a parameter of block `index` as the checkpoint stores it: its stored name and its values."""

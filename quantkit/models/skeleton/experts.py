@@ -9,7 +9,7 @@ checkpoint's names, so that sites, grids, solvers and layouts only see linears.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -72,16 +72,22 @@ class Experts(nn.Module):
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the output for `hidden [tokens, hidden]`, given each token's experts and weights
         `[tokens, k]`."""
-        hidden = self.entering(hidden)
         chosen = self._chosen(top_k_index)
-        inner = torch.cat([self.inner(expert, hidden[rows]) for expert, (rows, _) in enumerate(chosen)])
-        # the inputs of down are released: batches may be suspended at the next line
-        inner = self.between(inner).split([len(rows) for rows, _ in chosen])
+        outputs = self._outputs(hidden, [rows for rows, _ in chosen])
         out = torch.zeros_like(hidden)
-        for expert, ((rows, ranks), states) in enumerate(zip(chosen, inner, strict=True)):
-            output = self._output(expert, states)
+        for (rows, ranks), output in zip(chosen, outputs, strict=True):
             out.index_add_(0, rows, (output * top_k_weights[rows, ranks, None]).to(out.dtype))
         return out
+
+    def _outputs(self, hidden: Tensor, rows: Sequence[Tensor | slice]) -> Iterator[Tensor]:
+        """Return each expert's output for its rows of `hidden`, computed one after another."""
+        hidden = self.entering(hidden)
+        inner = [self.inner(expert, hidden[chosen]) for expert, chosen in enumerate(rows)]
+        counts = [len(states) for states in inner]
+        inner = torch.cat(inner)
+        # the inputs of down are released: batches may be suspended at the next line
+        inner = self.between(inner).split(counts)
+        return (self._output(expert, states) for expert, states in enumerate(inner))
 
     def routed(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Routed:
         """Return which rows of the input go to each expert."""
@@ -128,13 +134,10 @@ class SortedExperts(Experts):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the experts' outputs for all rows."""
-        routed = hidden.any(-1)
-        counts = routed.view(self.count, -1).sum(-1).tolist()
-        inputs = self.entering(hidden[routed]).split(counts)
-        inner = torch.cat([self.inner(expert, states) for expert, states in enumerate(inputs)])
-        inner = self.between(inner).split(counts)
+        routed = self.routed(hidden)
+        outputs = torch.cat(list(self._outputs(routed.hidden, routed.rows)))
         out = torch.zeros_like(hidden)
-        out[routed] = torch.cat([self._output(expert, states) for expert, states in enumerate(inner)])
+        out[hidden.any(-1)] = outputs
         return out
 
     def routed(self, hidden: Tensor) -> Routed:
