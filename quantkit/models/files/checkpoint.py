@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -209,12 +209,12 @@ class Checkpoint:
             copied.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copied)
 
-    def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
+    def sha256(self) -> str:
         """Return one hash of config.json and of all weight files with their names."""
-        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
+        digest = hashlib.sha256((self.folder / CONFIG).read_bytes())
         for path in sorted({info.file for info in self.infos.values()}):
             digest.update(path.name.encode())
-            checksums.add(digest, path, listen=progress)
+            checksums.add(digest, path)
         return digest.hexdigest()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -196,11 +196,11 @@ class GgufCheckpoint(Checkpoint):
         if "tokenizer.ggml.model" in self.metadata:
             self.tokenizer.save_pretrained(target)
 
-    def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
+    def sha256(self) -> str:
         """Return the hash of the file, or of its shards one after another."""
         digest = hashlib.sha256()
         for path in gguf_shards.of(self.folder):
-            checksums.add(digest, path, listen=progress)
+            checksums.add(digest, path)
         return digest.hexdigest()
 
 

@@ -11,12 +11,12 @@ import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tokenizers
+from gguf import TokenType as Kind
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line, name_all, one_of, require
 from quantkit.models.files import tokenizing, untrusted
@@ -25,7 +25,6 @@ from quantkit.models.files.safetensors_folder import read_json
 from quantkit.models.gguf import pre_tokenizers
 from quantkit.models.gguf.pre_tokenizers import Json, PreTokenizer, flat
 
-Kind = IntEnum("Kind", "NORMAL UNKNOWN CONTROL USER_DEFINED UNUSED BYTE")  # as in gguf.TokenType
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # role -> its name in the keys
 SPACE = "▁"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -145,8 +144,8 @@ def byte_level(
     if pre is None:
         forms = [step["type"] for step in flat(stored["normalizer"], "normalizers")]
         pre = _recognise(files, "NFC" in forms, merges).names[0]
-    one_of(pre, pre_tokenizers.by_name(), f"--pre {pre} is no pre-tokenizer that quantkit knows")
-    if otherwise := pre_tokenizers.by_name()[pre].otherwise:
+    one_of(pre, pre_tokenizers.BY_NAME, f"--pre {pre} is no pre-tokenizer that quantkit knows")
+    if otherwise := pre_tokenizers.BY_NAME[pre].otherwise:
         warn(f"llama.cpp's {pre} {otherwise}")
     return {"model": "gpt2", "pre": pre, "merges": [f"{a} {b}" for a, b in merges]}, vocabulary
 

@@ -116,7 +116,7 @@ class Output:
         for name, content in material.files.items():
             write_json(place / name, content)
         copied = self.copied(material)
-        written = {"files": checksums.of_folder(place, ())}
+        written = {"files": checksums.of_folder(place)}
         write_json(place / MANIFEST, draft.manifest | written | ({"copied": copied} if copied else {}))
 
     def describe(self, draft: Draft, summary: Summary) -> None:

@@ -24,7 +24,7 @@ from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.grids.ggml import TYPES, named
 from quantkit.layouts import Layout, LinearSpec, Statistic
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, separate_scale, vanished
-from quantkit.models.files import card, checksums, gguf_shards, reading
+from quantkit.models.files import card, checksums, gguf_shards, gguf_writer, reading
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.gguf_writer import Entry, in_files, in_shards
 from quantkit.models.files.headers import LOSS
@@ -221,14 +221,14 @@ class GgufOutput(Output):
             progress.counting("writing tensors", len(self.targets), len(self.targets))
         for draft in drafts:
             for path in gguf_shards.existing(draft.place):
-                checksums.seal(path)
+                gguf_writer.seal(path)
 
     def describe(self, draft: Draft, summary: Summary) -> None:
         """Add the loss, and write the model card next to the file, unless a card that quantkit did not write
         is there."""
         place = gguf_shards.first(draft.place)
         if summary.loss:
-            checksums.fill(place, LOSS, json.dumps(asdict(summary.loss), ensure_ascii=False))
+            gguf_writer.fill(place, LOSS, json.dumps(asdict(summary.loss), ensure_ascii=False))
         made = model_card(place, draft.material, draft.manifest, summary)
         card.write_own(card.path_of(Path(summary.output)), *made)
 
