@@ -24,7 +24,7 @@ from quantkit.errors import UNSUPPORTED, require
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine.device import is_accelerator
-from quantkit.models.skeleton import experts, loading, meta_model, rows, streaming
+from quantkit.models.skeleton import experts, fused, loading, meta_model, rows, streaming
 from quantkit.models.skeleton.loading import FetchedBlock, Loader
 from quantkit.models.skeleton.names import Names, set_aside
 from quantkit.models.skeleton.recording import Recorder
@@ -56,7 +56,8 @@ class Skeleton:
         self.dtype = dtype
         self.device = device
         self.model = meta_model.build(checkpoint, dtype, device)
-        self.checkpoint = experts.of_checkpoint(self.model, checkpoint)
+        self.checkpoint = fused.one_by_one(self.model, checkpoint)
+        experts.take_apart(self.model)
         name, container = meta_model.find_blocks(self.model, checkpoint)
         transposed = meta_model.replace_conv1d(self.model)
         self.names = Names(self.model, name, transposed, self.checkpoint)

@@ -77,7 +77,7 @@ class ExpertByExpert:
 
                 def keep(module: Experts, args: tuple, kwargs: dict, batches: list[Routed] = batches) -> None:
                     routed = module.routed(*args, **kwargs)
-                    batches.append(replace(routed, hidden=routed.hidden.to(home, copy=True)))
+                    batches.append(routed._replace(hidden=routed.hidden.to(home, copy=True)))
 
                 stack.callback(layer.register_forward_pre_hook(keep, with_kwargs=True).remove)
         return stack
@@ -89,7 +89,7 @@ class ExpertByExpert:
 
     def _tokens(self, site: Site) -> int:
         layer, number = self._layer(site)
-        return sum(routed.count(number) for routed in self._routed[layer]) if site.pool else 0
+        return sum(len(routed.rows[number]) for routed in self._routed[layer]) if site.pool else 0
 
     def _lend(self, expert: str) -> dict[Site, SiteStatistics]:
         """Load an expert into memory and finish its transform. Returns the statistics of its sites."""
