@@ -21,7 +21,7 @@ from quantkit import layouts
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line
 from quantkit.models.files import checksums, reading, safetensors_folder, tokenizing, untrusted
 from quantkit.models.files.headers import COMPANIONS, MANIFEST, TOKENIZERS
-from quantkit.models.files.safetensors_folder import CONFIG, INDEX, TensorInfo
+from quantkit.models.files.safetensors_folder import CONFIG, TensorInfo
 
 if "TRANSFORMERS_VERBOSITY" not in os.environ:  # the library's warnings are for developers
     transformers.logging.set_verbosity_error()
@@ -48,11 +48,6 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     _quantized: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
     seen: Mapping[Path, State] = field(default_factory=dict, repr=False)
-
-    def files(self) -> set[Path]:
-        """Return the paths of all files and folders that are read for this checkpoint."""
-        files = {self.folder, self.folder / CONFIG, self.folder / INDEX, *self.companions()}
-        return files | {info.file for info in self.infos.values()}
 
     def with_tensors(self, infos: dict[str, TensorInfo], layout: layouts.Layout) -> Checkpoint:
         """Return the same model with other tensors, such as a staged block before the output exists."""
@@ -89,7 +84,7 @@ class Checkpoint:
 
     @property
     def disk_bytes(self) -> int:
-        """Return the bytes of all files of the folder."""
+        """Return the bytes of all files of the checkpoint."""
         return sum(path.stat().st_size for path in untrusted.entries(self.folder) if path.is_file())
 
     def manifest(self) -> str | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFReader
 from gguf import GGUFValueType as Kind
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, name_all, require, unreadable
@@ -34,8 +34,8 @@ MAX_DIMENSIONS = 4
 SHARD, SHARDS, SHARDED_TENSORS = "split.no", "split.count", "split.tensors.count"  # shards count from 0
 MIXED = "shards must keep their names, NAME-00001-of-00003.gguf, and be of one model: download them again"
 NUMBERS = {  # GGUF value type -> type in the file
-    code: np.dtype(kind) for code, kind in enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))
-} | {10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8")}
+    kind.value: np.dtype(dtype).newbyteorder("<") for kind, dtype in GGUFReader.gguf_scalar_to_np.items()
+}
 TYPES = {type.value: type.name for type in GGMLQuantizationType}
 Metadata = dict[str, Any]  # key -> str, bool, int, float, or a list or numpy array of those
 _broken = partial(broken, form="GGUF")

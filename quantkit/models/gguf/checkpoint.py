@@ -160,11 +160,6 @@ class GgufCheckpoint(Checkpoint):
         assert len(data) == info.nbytes, f"{name}: {len(data)} bytes for {info.nbytes}"
         return info.offset, data
 
-    @property
-    def disk_bytes(self) -> int:
-        """Return the size of the file, or of all its shards."""
-        return sum(path.stat().st_size for path in gguf_shards.of(self.folder))
-
     def stores_rows(self, name: str) -> bool:
         """See `Checkpoint.stores_rows`; rows of codes are decoded."""
         info = self.infos[name]
