@@ -23,6 +23,7 @@ from torch.func import functional_call
 from quantkit.errors import UNSUPPORTED, require
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.reading import DTYPES
 from quantkit.models.machine.device import is_accelerator
 from quantkit.models.skeleton import experts, fused, loading, meta_model, rows, streaming
 from quantkit.models.skeleton.loading import FetchedBlock, Loader
@@ -285,7 +286,11 @@ class Skeleton:
 
     def stored_dtype(self, index: int, local: str) -> torch.dtype:
         """Return the stored dtype of a parameter of block `index`; for a packed linear, the model's own."""
-        return self._loader.stored_dtype(self.names.stored_of(index, local))
+        stored, checkpoint = self.names.stored_of(index, local), self.checkpoint
+        if checkpoint.is_quantized(stored):
+            declared = checkpoint.config.dtype
+            return declared if isinstance(declared, torch.dtype) else self.dtype
+        return DTYPES.get(checkpoint.infos[stored].dtype, self.dtype)
 
     def as_stored(self, index: int, local: str) -> tuple[str, Tensor]:
         """Return a parameter of block `index` as the checkpoint stores it: its stored name and its values."""

@@ -13,7 +13,6 @@ from quantkit.errors import DamagedError, require
 from quantkit.grids.grid import is_finite
 from quantkit.layouts import Layout, naming_errors
 from quantkit.models.files.checkpoint import Checkpoint, PackedLinear
-from quantkit.models.files.reading import DTYPES
 from quantkit.models.machine import processor
 from quantkit.models.machine.device import is_accelerator, pinned
 from quantkit.models.machine.memory import return_freed_pages
@@ -92,13 +91,6 @@ class Loader:
         parts = [part for stored in names for part in self.checkpoint.stored_as(stored)]
         infos = [self.checkpoint.infos[part] for part in parts if part in self.checkpoint.infos]
         return min(((str(info.file), info.offset) for info in infos), default=("", 0))
-
-    def stored_dtype(self, stored: str) -> torch.dtype:
-        """Return the stored dtype of a parameter; for a packed one, the model's own."""
-        if self.checkpoint.is_quantized(stored):
-            declared = self.checkpoint.config.dtype
-            return declared if isinstance(declared, torch.dtype) else self.dtype
-        return DTYPES.get(self.checkpoint.infos[stored].dtype, self.dtype)
 
     def load(self, block: nn.Module, fetched: FetchedBlock) -> None:
         """Put all tensors of `fetched` into the block."""
