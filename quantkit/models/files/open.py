@@ -29,11 +29,11 @@ def open_checkpoint(
     """Open a local folder, GGUF file or hub id. Raises QuantkitError if quantkit cannot use it."""
     folder = hub.resolve(source, revision, offline)
     seen = _states(untrusted.entries(folder))
-    if folder.is_file():
-        from quantkit.models.gguf.checkpoint import open_file  # `gguf` takes a while to import
-
-        return replace(open_file(source, folder), seen=seen)
     contents = headers.at(source, folder, strict=True)
+    if contents.container == "gguf":
+        from quantkit.models.gguf.checkpoint import of_contents  # `gguf` takes a while to import
+
+        return replace(of_contents(contents), seen=seen)
     raw, infos = contents.config, contents.infos
     untrusted.refuse_config(raw, len(infos))
     if layouts.quantization_of(raw).get("quant_method") == "mxfp4":  # decoded when read

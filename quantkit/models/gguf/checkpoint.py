@@ -21,12 +21,12 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all, re
 from quantkit.grids.ggml import TYPES
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.ggml.blocks import decode_rows
-from quantkit.models.files import checksums, gguf_file, gguf_shards, reading
+from quantkit.models.files import checksums, gguf_shards, reading
 from quantkit.models.files.checkpoint import Checkpoint, PackedLinear
+from quantkit.models.files.headers import Contents
 from quantkit.models.files.reading import DTYPES, Computed
 from quantkit.models.files.safetensors_folder import DTYPE_BYTES, TensorInfo
 from quantkit.models.gguf import configuration, rope, tensors
-from quantkit.models.gguf.architectures import refuse_other
 from quantkit.models.gguf.file_types import SCALED
 from quantkit.models.gguf.mixtures import scale_of
 from quantkit.models.gguf.tensors import Target
@@ -199,10 +199,9 @@ class GgufCheckpoint(Checkpoint):
         return digest.hexdigest()
 
 
-def open_file(source: str, path: Path) -> GgufCheckpoint:
+def of_contents(contents: Contents) -> GgufCheckpoint:
     """Open a GGUF file. Raises QuantkitError naming tensors that are absent, unknown or misshapen."""
-    metadata, stored = gguf_file.read_header(path)
-    refuse_other(source, metadata)
+    source, path, metadata, stored = contents.source, contents.path, contents.metadata, contents.infos
     factors = {
         name: reading.tensor(stored[name])
         for name in (rope.LONG, rope.SHORT, rope.FREQUENCIES)
@@ -251,7 +250,7 @@ def _scales(stored: Mapping[str, TensorInfo], targets: list[Target]) -> dict[str
 
 def _described(
     source: str,
-    metadata: gguf_file.Metadata,
+    metadata: Mapping[str, Any],
     stored: Mapping[str, TensorInfo],
     factors: Mapping[str, Tensor],
 ) -> tuple[transformers.PretrainedConfig, list[Target]]:

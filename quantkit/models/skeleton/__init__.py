@@ -50,7 +50,7 @@ class Skeleton:
     parameters: number of weights of the whole model. towers: models of other modalities, by name, always on
     the meta device. checkpoint: has one tensor per expert, even if the file stacks them. streams: a loaded
     block reads its experts when they are called (`streaming`), with the same results; set it before blocks
-    are loaded.
+    are loaded. keepers: those of the loaded blocks with streamed experts, by index.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
@@ -68,7 +68,7 @@ class Skeleton:
         self.depth = len(self.blocks)
         self._recorder = Recorder(self.model, container, dtype, device)
         self._loader = Loader(self.names, self.checkpoint, dtype, device)
-        self._keepers: dict[int, Keeper] = {}  # by index of a loaded block with streamed experts
+        self.keepers: dict[int, Keeper] = {}
         self.streams = streaming.pays(self.blocks, dtype.itemsize, device)
 
     def add_head(self) -> str:
@@ -188,7 +188,7 @@ class Skeleton:
     def in_step(self, index: int, run: Callable[[int], T], count: int) -> Iterator[T]:
         """Yield `run(k)` for k below `count`; each call runs block `index`. If the block's experts are
         streamed, several calls run interleaved, so that each expert is read once for all of them."""
-        keeper = self._keepers.get(index)
+        keeper = self.keepers.get(index)
         return keeper.in_step(run, count) if keeper else map(run, range(count))
 
     def outputs(self, index: int, batches: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -232,20 +232,12 @@ class Skeleton:
         block = self.blocks[index]
         self._loader.load(block, fetched or self.fetch_block(index, checkpoint, decoded))
         if self.streams and streaming.streamed(block):
-            self._keepers[index] = Keeper(index, block, self._loader_of(checkpoint), decoded)
+            self.keepers[index] = Keeper(index, block, self._loader_of(checkpoint), decoded)
         return block
 
     def away(self, index: int) -> frozenset[str]:
         """Return the linears of a loaded block that are not in memory but read when called (streamed)."""
-        return frozenset(streaming.streamed(self.blocks[index]) if index in self._keepers else ())
-
-    def lend(self, index: int, linears: Sequence[str]) -> None:
-        """Keep these streamed linears in memory, and no others, until the next call."""
-        self._keepers[index].lend(linears)
-
-    def keep_changed(self, index: int, name: str, again: Callable[[], Tensor]) -> None:
-        """Replace a streamed linear's parameter: from now on `again` returns its values."""
-        self._keepers[index].keep_changed(name, again)
+        return frozenset(streaming.streamed(self.blocks[index]) if index in self.keepers else ())
 
     def part(self, index: int, local: str) -> nn.Module:
         """Return module `local` of a loaded block with its weights in memory."""
@@ -268,7 +260,7 @@ class Skeleton:
         packed tensors of a streamed expert whenever it is read again; None: they stay in memory.
         """
         self.part(spec.block, spec.local)
-        if keeper := self._keepers.get(spec.block):
+        if keeper := self.keepers.get(spec.block):
             keeper.keep(spec.local, layout, spec.name, again or partial(dict, packed))
         return self._loader.install(self.blocks[spec.block], spec.local, layout, packed, spec.name)
 
@@ -280,7 +272,7 @@ class Skeleton:
             self.model.get_output_embeddings().weight = head.weight
             head.weight = nn.Parameter(head.weight.to("meta"), requires_grad=False)
             return
-        if keeper := self._keepers.pop(index, None):
+        if keeper := self.keepers.pop(index, None):
             keeper.close()
         loading.free(self.blocks[index])
 

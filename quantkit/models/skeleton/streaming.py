@@ -122,7 +122,7 @@ class Keeper:
         self._installed[local] = layout, stored, again
 
     def keep_changed(self, name: str, again: Callable[[], Tensor]) -> None:
-        """Replace a parameter of a streamed linear: from now on `again` returns its values."""
+        """Replace a parameter of a linear: from now on `again` returns its values."""
         self._changed[name] = again
 
     def lend(self, linears: Sequence[str]) -> None:

@@ -59,7 +59,7 @@ class ExpertByExpert:
                 self._lend(expert)
         finally:
             if self._away:
-                self._measuring.skeleton.lend(self._block.index, ())
+                self._measuring.skeleton.keepers[self._block.index].lend(())
         self._routed.clear()
         advance(self._measuring.outputs())
 
@@ -96,7 +96,8 @@ class ExpertByExpert:
         measuring, block = self._measuring, self._block
         skeleton, index = measuring.skeleton, block.index
         linears = [name for name in block.specs if name in self._away and expert_of(name) == expert]
-        skeleton.lend(index, linears)
+        keeper = skeleton.keepers[index]
+        keeper.lend(linears)
         sites = [site for site in block.chosen if site.linears and self._expert(site) == expert]
         view = replace(measuring.view({site: self._gathered(site) for site in sites}), away=frozenset())
         with measuring.timings("transform"):
@@ -104,7 +105,7 @@ class ExpertByExpert:
         for name in sorted(inner.changed):
             stored, tensor = skeleton.as_stored(index, name)
             self._parts.add({stored: tensor.contiguous()})
-            skeleton.keep_changed(index, name, partial(self._parts.tensor, stored))
+            keeper.keep_changed(name, partial(self._parts.tensor, stored))
         for name, facts in inner.facts.items():
             self.transformed.report(name, **facts)
         self.transformed.row_factors.update(inner.row_factors)
