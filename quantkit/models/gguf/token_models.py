@@ -58,7 +58,17 @@ class TokenizerFiles:
 
     @cached_property
     def _library(self) -> tokenizers.Tokenizer:
-        return _load(self.folder)
+        path = self.folder / "tokenizer.json"
+        if path.is_file():
+            try:
+                return tokenizers.Tokenizer.from_file(str(path))
+            except Exception as error:  # the library raises nothing more precise
+                what = f"{path} is no tokenizer: {first_line(error)}"
+                raise QuantkitError(what, "download it again", NOT_FOUND) from error
+        tokenizer = load_tokenizer(str(self.folder), self.folder)
+        what = f"{self.folder}: its tokenizer has no tokenizer.json"
+        require(tokenizer.is_fast, what, "save one", UNSUPPORTED)
+        return tokenizer.backend_tokenizer
 
     def affixes(self) -> tuple[list[int], list[int]]:
         """Return the ids of the tokens that the tokenizer adds before and after every text."""
@@ -110,20 +120,6 @@ class TokenizerFiles:
         if isinstance(stored, list):
             return {row["name"]: row["template"] for row in stored}
         return {"default": stored} if isinstance(stored, str) else {}
-
-
-def _load(folder: Path) -> tokenizers.Tokenizer:
-    """Return the tokenizer of tokenizer.json; transformers reads older files."""
-    path = folder / "tokenizer.json"
-    if path.is_file():
-        try:
-            return tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more precise
-            what = f"{path} is no tokenizer: {first_line(error)}"
-            raise QuantkitError(what, "download it again", NOT_FOUND) from error
-    tokenizer = load_tokenizer(str(folder), folder)
-    require(tokenizer.is_fast, f"{folder}: its tokenizer has no tokenizer.json", "save one", UNSUPPORTED)
-    return tokenizer.backend_tokenizer
 
 
 def _read(path: Path) -> Json | None:
