@@ -186,7 +186,7 @@ def decoded(folder: Path, model):
     """Return transformers' `model` with the decoded weights of a quantized checkpoint."""
     import torch
 
-    from quantkit.models.skeleton.experts import fused_layers
+    from quantkit.models.skeleton.fused import fused_layers
 
     skeleton = opened(folder)
     names, state = skeleton.names, model.state_dict()
@@ -194,7 +194,7 @@ def decoded(folder: Path, model):
     for layer in fused_layers(model):
         for parameter, part, outputs in layer.parts():
             for expert, matrix in enumerate(state[f"{layer.path}.{parameter}"]):
-                turned = matrix.t() if layer.form.transposed and matrix.ndim == 2 else matrix
+                turned = matrix.t() if layer.transposed and matrix.ndim == 2 else matrix
                 fused[f"{layer.path}.{expert}.{part}"] = turned[outputs]
     for name in names.shapes:
         if not names.in_tower(name) and (name in names.stored or name in names.joined):

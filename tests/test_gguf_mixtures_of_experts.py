@@ -158,6 +158,17 @@ def test_a_matrix_of_one_row_is_a_vector(tmp_path):
     assert values[0].shape == (1, 64) and torch.equal(*values)
 
 
+def test_a_layer_of_one_expert_is_read_back(tmp_path):
+    make, arguments = CASES["qwen3moe"]
+    folder = save(tmp_path / "model", make, arguments | {"num_experts": 1, "num_experts_per_tok": 1})
+    path = gguf_files.export(folder, tmp_path / "model.gguf")
+    opened = [open_checkpoint(str(model)) for model in (folder, path)]
+    models = [Skeleton(checkpoint, torch.float32, torch.device("cpu")).checkpoint for checkpoint in opened]
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        values = [model.read(f"model.layers.0.mlp.experts.0.{name}.weight") for model in models]
+        assert values[0].ndim == 2 and torch.equal(*values)
+
+
 def wide(folder, name):
     """A checkpoint with a tokenizer whose rows K-quants divide."""
     make, arguments = CASES[name]

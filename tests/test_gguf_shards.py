@@ -17,7 +17,7 @@ from huggingface_hub.errors import NotASafetensorsRepoError
 
 from quantkit.errors import QuantkitError
 from quantkit.inspection import verify
-from quantkit.models.files import checksums, gguf_shards
+from quantkit.models.files import checksums, gguf_shards, gguf_writer
 from quantkit.models.files.gguf_file import read_header, read_whole_header
 from quantkit.models.files.gguf_writer import Entry, in_files, in_shards
 from quantkit.models.files.headers import open_contents
@@ -386,7 +386,7 @@ def test_a_job_that_stops_leaves_no_shard_and_goes_on(source, tmp_path, monkeypa
         rename(old, new)
 
     with monkeypatch.context() as patch, pytest.raises(QuantkitError, match="full"):
-        patch.setattr(checksums, "seal", full)
+        patch.setattr(gguf_writer, "seal", full)
         jobs.quantize("gguf", source, place, {"type": ("Q4_0",)}, **settings)
     assert gguf_shards.existing(place) == []
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -24,7 +24,7 @@ from vocabularies import (
 
 from quantkit.errors import NOT_FOUND, RUNTIME, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.models.gguf.metadata import of_folder as metadata
-from quantkit.models.gguf.pre_tokenizers import CONTRACTION, PATTERNS, ROWS, by_name, split
+from quantkit.models.gguf.pre_tokenizers import BY_NAME, CONTRACTION, PATTERNS, ROWS, split
 from quantkit.models.gguf.tokenizer import from_metadata
 from quantkit.models.gguf.tokenizer_hash import SAMPLE, tokenizer_sha256
 
@@ -270,6 +270,8 @@ def test_chat_templates(folder):
     found = metadata(folder, 9)
     assert (found[key], found[f"{key}s"], found[f"{key}.tool_use"]) == ("d", ["tool_use"], "t")
     assert from_metadata(found).chat_template == {"default": "d", "tool_use": "t"}
+    found[f"{key}s"] = "tool_use"  # a text in place of the list of one text
+    assert from_metadata(found).chat_template == {"default": "d", "tool_use": "t"}
     (folder / "chat_template.jinja").write_text("file")
     found = metadata(folder, 9)
     assert found[key] == "file" and f"{key}s" not in found
@@ -314,18 +316,18 @@ def test_a_pattern_is_recognised_however_it_is_written(pattern, name, behavior, 
     ],
 )
 def test_names_are_told_apart_by_normalizer_and_merges(nfc, ignore_merges, row, name, folder):
-    stored = json.loads(small(pre_tokenizer=by_name()[row].pre_tokenizer))
+    stored = json.loads(small(pre_tokenizer=BY_NAME[row].pre_tokenizer))
     stored["normalizer"] = {"type": "NFC"} if nfc else None
     stored["model"]["ignore_merges"] = ignore_merges
     (folder / "tokenizer.json").write_text(json.dumps(stored))
     found, warnings = warned(folder)
     assert found[f"{KEY}pre"] == name
     expected = ["llama.cpp does not normalize text (NFC)"] * nfc
-    assert warnings == expected + [f"llama.cpp's {name} {by_name()[name].otherwise}"] * (name == "gpt-4o")
+    assert warnings == expected + [f"llama.cpp's {name} {BY_NAME[name].otherwise}"] * (name == "gpt-4o")
 
 
 def test_ignored_merges_are_refused_where_they_matter(folder):
-    stored = json.loads(small(pre_tokenizer=by_name()["gpt-4o"].pre_tokenizer))
+    stored = json.loads(small(pre_tokenizer=BY_NAME["gpt-4o"].pre_tokenizer))
     stored["model"] |= {"ignore_merges": True, "merges": stored["model"]["merges"][:1]}
     (folder / "tokenizer.json").write_text(json.dumps(stored))
     error = refused(folder)
@@ -550,7 +552,7 @@ CHANGES = {
     "lower case": lambda stored: stored.update(normalizer={"type": "Lowercase"}),
     "swapped merges": lambda stored: swap(stored["model"]["merges"], 10, 11),
     "swapped tokens": lambda stored: swap(stored["model"]["vocab"], "th", "in"),
-    "other words": lambda stored: stored.update(pre_tokenizer=by_name()["qwen2"].pre_tokenizer),
+    "other words": lambda stored: stored.update(pre_tokenizer=BY_NAME["qwen2"].pre_tokenizer),
     "another name": lambda stored: stored["added_tokens"][1].update(content="<end>"),
 }
 
@@ -575,7 +577,7 @@ def test_what_a_sample_cannot_show_changes_the_hash():
     """Cuts and tokens that the sample has no word for."""
     stored = json.loads(small())
     found = {sha256(stored)}
-    stored["pre_tokenizer"] = by_name()["starcoder"].pre_tokenizer
+    stored["pre_tokenizer"] = BY_NAME["starcoder"].pre_tokenizer
     found.add(sha256(stored))
     stored["model"]["merges"].pop()
     found.add(sha256(stored))

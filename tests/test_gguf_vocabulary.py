@@ -24,7 +24,7 @@ from quantkit.evaluation.evaluate import check_comparable
 from quantkit.models.files.gguf_file import read_header
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf.metadata import of_folder as metadata
-from quantkit.models.gguf.pre_tokenizers import ROWS, by_name
+from quantkit.models.gguf.pre_tokenizers import BY_NAME, ROWS
 from quantkit.models.gguf.tokenizer import from_metadata
 from quantkit.models.gguf.tokenizer_hash import SAMPLE, tokenizer_sha256
 
@@ -100,7 +100,7 @@ ALIKE = [row.names[0] for row in ROWS if row.names[0] not in set(OTHERWISE) - {"
 @pytest.mark.parametrize("name", ALIKE)
 def test_llama_cpp_cuts_words_where_transformers_does(name, tmp_path, llama):
     """With merges between any two bytes, so that no cut goes unseen."""
-    tokenizer = save(tmp_path, pairs(ROWS.index(by_name()[name])))
+    tokenizer = save(tmp_path, pairs(ROWS.index(BY_NAME[name])))
     model = llama(metadata(tmp_path, len(tokenizer), name))
     for text in [*TEXTS, *map(str.swapcase, TEXTS)]:
         text = unicodedata.normalize("NFC", text)
@@ -112,7 +112,7 @@ def test_what_llama_cpp_cuts_otherwise(name, tmp_path, llama):
     """Where this fails, llama.cpp has become better and `unlike` can go."""
     unseen = set(OTHERWISE[name])
     for order in range(8):
-        tokenizer = save(tmp_path, pairs(ROWS.index(by_name()[name]), order, ODD))
+        tokenizer = save(tmp_path, pairs(ROWS.index(BY_NAME[name]), order, ODD))
         model = llama(metadata(tmp_path, len(tokenizer), name))
         unseen = {text for text in unseen if model.tokenize(text) == ids_of(tokenizer, text)}
         if not unseen:

@@ -153,3 +153,15 @@ def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(QuantkitError, match="cannot be read: No such file") as refused:
         imatrix.read(tmp_path / "none.gguf")
     assert refused.value.exit_code == 3
+
+
+@pytest.mark.parametrize("name", ["output_norm.weight", "blk.0.attn_q_norm.weight", "blk.9.attn_q.weight"])
+def test_importance_of_what_is_no_matrix_of_the_model_is_refused(name, made, tmp_path):
+    shapes = {"output_norm.weight": (5,), "blk.0.attn_q_norm.weight": (2, 5)}
+    shapes |= {matrix: (3, len(sums)) for matrix, sums in made.sums.items()}
+    imatrix.write(tmp_path / "a.gguf", made)
+    assert equal(imatrix.of_model(tmp_path / "a.gguf", shapes), made)
+    sums, counts = ({**entries, name: entries[NAMES[0]]} for entries in (made.sums, made.counts))
+    imatrix.write(tmp_path / "b.gguf", Imatrix(sums, counts))
+    with pytest.raises(QuantkitError, match=rf"of another model: {name} \(5\)"):
+        imatrix.of_model(tmp_path / "b.gguf", shapes)

@@ -11,9 +11,11 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.evaluation.sampling import ends_of_text, stored_config
 from quantkit.inspection import record, show
 from quantkit.models.files import gguf_file, safetensors_folder, untrusted
+from quantkit.models.files.gguf_writer import Entry, GgufWriter
 from quantkit.models.files.headers import open_contents
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.files.untrusted import LARGE_BYTES
+from quantkit.models.gguf import architectures
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.prepare import recipe
 from quantkit.text.chat import ChatTemplate, Conversation
@@ -242,3 +244,16 @@ def test_a_template_named_outside_the_folder_is_not_written_there(make, quantkit
     done = quantkit("nf4", "out.gguf", "--allow-requantize", "-o", "again", "-q")
     assert done.code == 1 and "a chat template is named '../../x'\n" in done.err
     assert not [*folder.parent.parent.glob("x*"), *folder.parent.glob("x*")]
+
+
+@pytest.mark.parametrize("odd", ["x", 0, 1.5, -1, [1, 2]])
+@pytest.mark.parametrize("arch", [arch for arch in architectures.TABLE if arch.restore])
+def test_a_gguf_file_of_odd_values_is_described(arch, odd, tmp_path):
+    keys = (*arch.fields, "rope.dimension_count", "attention.key_length_mla")
+    metadata = {f"{arch.name}.{key}": odd for key in keys} | {"general.architecture": arch.name}
+    metadata |= {f"{arch.name}.{key}": value for key, value in arch.constants.items()}
+    metadata |= {f"{arch.name}.expert_count": 4} if arch.mixture else {}
+    path = tmp_path / "odd.gguf"
+    with GgufWriter(path, metadata, [Entry("x", "F32", (1,))]) as file:
+        file.write("x", [bytes(4)])
+    assert open_contents(str(path)).config["model_type"] == arch.model_types[0]

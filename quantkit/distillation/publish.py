@@ -46,8 +46,8 @@ def write(student: Student, floats: Floats | None, record: dict, target: Path, n
         moved = gguf_writer.with_text(checkpoint.folder, target, IN_FILE, text)
         for _, start, data in changes:
             _write(target, start + moved, data)
-        checksums.fill(target, LOSS, "")
-        checksums.seal(target)
+        gguf_writer.fill(target, LOSS, "")
+        gguf_writer.seal(target)
         return
     target.mkdir()
     paths = sorted(path for path in untrusted.entries(checkpoint.folder) if path.is_file())
@@ -55,7 +55,7 @@ def write(student: Student, floats: Floats | None, record: dict, target: Path, n
     for path, start, data in changes:
         _write(target / path.name, start, data)
     if manifest is not None:
-        manifest = manifest | {"files": checksums.of_folder(target, ())}
+        manifest = manifest | {"files": checksums.of_folder(target)}
         (target / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
     card = checkpoint.folder / CARD
     before = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""

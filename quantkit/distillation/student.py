@@ -100,14 +100,13 @@ class Student:
         """Load a block. Raises QuantkitError for a linear that quantkit cannot write as it is stored."""
         skeleton = self.skeleton
         fetched = skeleton.fetch_block(index)
-        module = skeleton.load_block(index, fetched=replace(fetched, parts={}))
+        module = skeleton.load_block(index, fetched=replace(fetched, packed={}))
         plain = {name: p.float() for name, p in module.named_parameters() if not p.is_meta}
         floats = {name: plain[name].clone() for name in vectors(module) if name in plain}
         dtypes = {name: skeleton.stored_dtype(index, name) for name in floats}
         weights, layouts, rounding = {}, {}, set()
-        for name, parts in fetched.parts.items():
-            local = name.removesuffix(".weight")
-            stored = fetched.stored[name].removesuffix(".weight")
+        for name, parts in fetched.packed.items():
+            local, stored = name.removesuffix(".weight"), parts.linear
             layouts[local] = fetched.layout.at(stored)
             if index not in self._checked:
                 refuse_unlike(layouts[local], stored, parts)

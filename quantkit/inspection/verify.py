@@ -97,9 +97,10 @@ def _files(
 
         key = checksums.IN_SHARD if len(contents.files) > 1 else checksums.IN_FILE
         for path in gguf_shards.of(root):
-            recorded = gguf_file.read_whole_header(path).metadata.get(key)
+            header = gguf_file.read_whole_header(path)
+            recorded = header.metadata.get(key)
             if isinstance(recorded, str):
-                changed = checksums.of_tensors(path, advance) != recorded
+                changed = checksums.of_file(path, header.tensors, advance) != recorded
                 yield {"name": path.name, "state": "was changed" if changed else "same"}
             else:
                 result["notes"].append(f"{path.name} holds no sum of its tensors: quantkit 0.3 writes one")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from quantkit import layouts
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line
 from quantkit.models.files import checksums, reading, safetensors_folder, tokenizing, untrusted
 from quantkit.models.files.headers import COMPANIONS, MANIFEST, TOKENIZERS
-from quantkit.models.files.safetensors_folder import CONFIG, INDEX, TensorInfo
+from quantkit.models.files.safetensors_folder import CONFIG, TensorInfo
 
 if "TRANSFORMERS_VERBOSITY" not in os.environ:  # the library's warnings are for developers
     transformers.logging.set_verbosity_error()
@@ -48,11 +48,6 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     _quantized: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
     seen: Mapping[Path, State] = field(default_factory=dict, repr=False)
-
-    def files(self) -> set[Path]:
-        """Return the paths of all files and folders that are read for this checkpoint."""
-        files = {self.folder, self.folder / CONFIG, self.folder / INDEX, *self.companions()}
-        return files | {info.file for info in self.infos.values()}
 
     def with_tensors(self, infos: dict[str, TensorInfo], layout: layouts.Layout) -> Checkpoint:
         """Return the same model with other tensors, such as a staged block before the output exists."""
@@ -89,7 +84,7 @@ class Checkpoint:
 
     @property
     def disk_bytes(self) -> int:
-        """Return the bytes of all files of the folder."""
+        """Return the bytes of all files of the checkpoint."""
         return sum(path.stat().st_size for path in untrusted.entries(self.folder) if path.is_file())
 
     def manifest(self) -> str | None:
@@ -132,11 +127,11 @@ class Checkpoint:
             return values if dtype is None else values.to(dtype)
         return self.load(name, dtype)
 
-    def parts(self, name: str) -> dict[str, torch.Tensor]:
+    def parts(self, name: str) -> PackedLinear:
         """Return the stored tensors of a packed linear (`X.weight`), by suffix."""
         linear = name.removesuffix(".weight")
         names = self._quantized[linear]
-        return _Parts(linear, {suffix: self.load(stored) for suffix, stored in names.items()})
+        return PackedLinear(linear, {suffix: self.load(stored) for suffix, stored in names.items()})
 
     def stores_rows(self, name: str) -> bool:
         """Return whether `load` can return some rows of a tensor: neither packed nor computed."""
@@ -146,11 +141,14 @@ class Checkpoint:
         """Return one stored or computed tensor, in `dtype` if given. rows: only these; see `stores_rows`."""
         info = self.infos[name]
         try:
-            stored = reading.read(info) if rows is None else reading.tensor(info, (rows,))
-            return stored.to(dtype or stored.dtype).contiguous()
+            return self._values(info, dtype, rows).contiguous()
         except OSError as error:
             what = f"{name} could not be read from {info.file}: {error}"
             raise QuantkitError(what, "download the file again") from error
+
+    def _values(self, info: TensorInfo, dtype: torch.dtype | None, rows: slice | None) -> torch.Tensor:
+        values = reading.read(info) if rows is None else reading.tensor(info, (rows,))
+        return values.to(dtype or values.dtype)
 
     def plain(self, info: TensorInfo) -> TensorInfo:
         """Return name, dtype, shape and bytes that a tensor will have in a plain safetensors file."""
@@ -158,7 +156,7 @@ class Checkpoint:
 
     def data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
         """Yield the bytes of the tensor that `plain` describes, piece by piece."""
-        if isinstance(info, reading.OTHERWISE):
+        if isinstance(info, reading.Computed):
             return iter([reading.read(info).contiguous().view(-1).view(torch.uint8).numpy().data])
         return safetensors_folder.raw(info)
 
@@ -206,12 +204,12 @@ class Checkpoint:
             copied.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copied)
 
-    def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
+    def sha256(self) -> str:
         """Return one hash of config.json and of all weight files with their names."""
-        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
+        digest = hashlib.sha256((self.folder / CONFIG).read_bytes())
         for path in sorted({info.file for info in self.infos.values()}):
             digest.update(path.name.encode())
-            checksums.add(digest, path, listen=progress)
+            checksums.add(digest, path)
         return digest.hexdigest()
 
 
@@ -241,8 +239,9 @@ def load_tokenizer(
     return tokenizer
 
 
-class _Parts(dict[str, torch.Tensor]):
-    """Stored tensors of a packed linear. Raises QuantkitError if an absent one is read."""
+class PackedLinear(dict[str, torch.Tensor]):
+    """Stored tensors, by suffix, of the packed linear that the checkpoint calls `linear`. Raises
+    QuantkitError if an absent one is read."""
 
     def __init__(self, linear: str, parts: dict[str, torch.Tensor]):
         super().__init__(parts)

@@ -13,13 +13,13 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFReader
 from gguf import GGUFValueType as Kind
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, name_all, require, unreadable
@@ -34,8 +34,8 @@ MAX_DIMENSIONS = 4
 SHARD, SHARDS, SHARDED_TENSORS = "split.no", "split.count", "split.tensors.count"  # shards count from 0
 MIXED = "shards must keep their names, NAME-00001-of-00003.gguf, and be of one model: download them again"
 NUMBERS = {  # GGUF value type -> type in the file
-    code: np.dtype(kind) for code, kind in enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))
-} | {10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8")}
+    kind.value: np.dtype(dtype).newbyteorder("<") for kind, dtype in GGUFReader.gguf_scalar_to_np.items()
+}
 TYPES = {type.value: type.name for type in GGMLQuantizationType}
 Metadata = dict[str, Any]  # key -> str, bool, int, float, or a list or numpy array of those
 _broken = partial(broken, form="GGUF")
@@ -53,18 +53,14 @@ def tensor_bytes(type: str, shape: Sequence[int]) -> int:
 @dataclass(frozen=True)
 class Header:
     """A file's header. places: {key: byte range of the metadata entry, with its key}. end: byte after the
-    header."""
+    header. tensors: offset of the first tensor in bytes."""
 
     metadata: Metadata
     infos: dict[str, TensorInfo]
     places: dict[str, tuple[int, int]]
     end: int
     alignment: int
-
-    @property
-    def tensors(self) -> int:
-        """Return the offset of the first tensor in bytes."""
-        return self.end + -self.end % self.alignment
+    tensors: int
 
 
 def read_header(path: Path) -> tuple[Metadata, dict[str, TensorInfo]]:
@@ -190,9 +186,9 @@ def _parse(cursor: _Cursor) -> Header:
     alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
     if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
         raise _broken(path, f"its alignment is {alignment}")
-    header = Header(metadata, {}, places, cursor.position, alignment)
-    header.infos.update(_placed(cursor, infos, header))
-    return header
+    end = cursor.position
+    base = end + -end % alignment
+    return Header(metadata, _placed(cursor, infos, base, alignment), places, end, alignment, base)
 
 
 def _info(cursor: _Cursor) -> TensorInfo:
@@ -217,20 +213,19 @@ def _info(cursor: _Cursor) -> TensorInfo:
     return TensorInfo(name, type, shape, cursor.path, offset, nbytes)
 
 
-def _placed(cursor: _Cursor, infos: list[TensorInfo], header: Header) -> dict[str, TensorInfo]:
+def _placed(cursor: _Cursor, infos: list[TensorInfo], base: int, alignment: int) -> dict[str, TensorInfo]:
     """Return the tensors by name, with offsets from the beginning of the file. Raises QuantkitError if any
-    lie outside the file or overlap."""
-    path, base = cursor.path, header.tensors
+    lie outside the file or overlap. base: offset of the first tensor."""
+    path, end = cursor.path, base
     placed: dict[str, TensorInfo] = {}
-    end = base
     for info in sorted(infos, key=lambda info: info.offset):
         start = base + info.offset
-        if info.offset % header.alignment or start < end:
+        if info.offset % alignment or start < end:
             raise _broken(path, f"{info.name} begins at byte {start}, where it cannot")
         end = start + info.nbytes
         if end > cursor.file_bytes:
             raise _broken(path, f"{info.name} ends at byte {end}, the file has {cursor.file_bytes}")
         if info.name in placed:
             raise _broken(path, f"the tensor {info.name} comes twice")
-        placed[info.name] = TensorInfo(info.name, info.dtype, info.shape, path, start, info.nbytes)
+        placed[info.name] = replace(info, offset=start)
     return {info.name: placed[info.name] for info in infos}

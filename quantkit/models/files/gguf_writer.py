@@ -20,7 +20,7 @@ from gguf import GGUF_DEFAULT_ALIGNMENT as ALIGNMENT
 from gguf import GGUF_VERSION, GGMLQuantizationType
 from gguf import GGUFValueType as Kind
 
-from quantkit.models.files import gguf_file, gguf_shards
+from quantkit.models.files import checksums, gguf_file, gguf_shards
 from quantkit.models.files.gguf_file import MAGIC, NUMBERS, SHARD, SHARDED_TENSORS, SHARDS, tensor_bytes
 
 MAX_NAME_BYTES = 63  # limit of a tensor's name; ggml's buffer has 64 bytes with the terminator
@@ -147,6 +147,25 @@ def with_text(source: Path, target: Path, key: str, text: str) -> int:
         old.seek(header.tensors)
         shutil.copyfileobj(old, new, 1 << 22)
     return len(head) - header.tensors
+
+
+def fill(path: Path, key: str, text: str) -> None:
+    """Write a text into a GGUF file's metadata, where space is reserved for it; nothing without `key`."""
+    header = gguf_file.read_whole_header(path)
+    if span := header.places.get(key):
+        room = len(header.metadata[key])
+        data = text.encode().ljust(room)
+        assert len(data) == room, f"{key} has {room} bytes: {text}"
+        with open(path, "r+b") as file:
+            file.seek(span[1] - room)  # the text is at the end of its entry
+            file.write(data)
+
+
+def seal(path: Path) -> None:
+    """Write the sha256 of a GGUF file's tensors into its metadata, where space is reserved for the sum."""
+    header = gguf_file.read_whole_header(path)
+    for key in header.places.keys() & {checksums.IN_FILE, checksums.IN_SHARD}:
+        fill(path, key, checksums.of_file(path, header.tensors))
 
 
 def _header(metadata: Mapping[str, Any], entries: Sequence[Entry]) -> bytes:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, first_line, require
@@ -42,23 +43,14 @@ def resolve(source: str, revision: str | None = None, offline: bool = False) -> 
         return path
     from huggingface_hub import snapshot_download
 
-    def fetch(patterns: Iterable[str], revision: str | None, ignored: Sequence[str] = ()) -> Path:
-        return Path(
-            snapshot_download(
-                source,
-                revision=revision,
-                allow_patterns=list(patterns),
-                ignore_patterns=list(ignored),
-                local_files_only=offline,
-            )
-        )
-
+    fetch = partial(snapshot_download, source, local_files_only=offline)
     with explained(source, revision, offline):
-        folder = fetch(untrusted.FETCHED, revision, ["*/*"])
+        small = list(untrusted.FETCHED)
+        folder = Path(fetch(revision=revision, allow_patterns=small, ignore_patterns=["*/*"]))
         index = folder / INDEX
         weights = sorted(set(read_index(index).values())) if index.is_file() else []
         wanted = [*map(glob.escape, weights or [SINGLE]), untrusted.NAMED_TEMPLATES]
-        return fetch(wanted, folder.name)  # the name of the folder is the commit
+        return Path(fetch(revision=folder.name, allow_patterns=wanted))  # the folder's name is the commit
 
 
 def local(source: str) -> Path | None:

@@ -15,8 +15,9 @@ from transformers.models.auto.modeling_auto import (
 
 from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all, require
-from quantkit.models.files import gguf_shards, head, headers, hub, reading, untrusted
+from quantkit.models.files import head, headers, hub, reading, untrusted
 from quantkit.models.files.checkpoint import Checkpoint, State
+from quantkit.models.files.safetensors_folder import CONFIG, INDEX
 
 ATTENTION = (None, "eager", "sdpa")  # implementations in transformers itself
 EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
@@ -27,12 +28,12 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a local folder, GGUF file or hub id. Raises QuantkitError if quantkit cannot use it."""
     folder = hub.resolve(source, revision, offline)
-    seen = _states(untrusted.entries(folder) if folder.is_dir() else gguf_shards.of(folder))
-    if folder.is_file():
-        from quantkit.models.gguf.checkpoint import open_file  # `gguf` takes a while to import
-
-        return replace(open_file(source, folder), seen=seen)
+    seen = _states(untrusted.entries(folder))
     contents = headers.at(source, folder, strict=True)
+    if contents.container == "gguf":
+        from quantkit.models.gguf.checkpoint import of_contents  # `gguf` takes a while to import
+
+        return replace(of_contents(contents), seen=seen)
     raw, infos = contents.config, contents.infos
     untrusted.refuse_config(raw, len(infos))
     if layouts.quantization_of(raw).get("quant_method") == "mxfp4":  # decoded when read
@@ -59,7 +60,13 @@ def open_checkpoint(
         notes=(tied.note,) if tied.note else (),
         _quantized=layouts.group_by_linear(layout, infos),
     )
-    return replace(checkpoint, seen={path: seen[path] for path in checkpoint.files() & seen.keys()})
+    files = {
+        folder / CONFIG,
+        folder / INDEX,
+        *checkpoint.companions(),
+        *(info.file for info in infos.values()),
+    }
+    return replace(checkpoint, seen={path: seen[path] for path in files & seen.keys()})
 
 
 def _build_config(folder: Path, trust_remote_code: bool) -> transformers.PretrainedConfig:

@@ -70,17 +70,19 @@ def octets(file: Path, offset: int, nbytes: int, name: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Mxfp4(TensorInfo):
-    """MXFP4 experts that are decoded when read, to bfloat16 `[experts, in, out]` as in transformers. Stored
-    are `blocks [experts, out, groups, 16]` and `scales [experts, out, groups]`."""
+class Computed(TensorInfo):
+    """A tensor that is computed when it is read. values: returns it; called with an index, a part of it, if
+    it has parts. whole: the tensor of the checkpoint of which it is a slice; None: of none."""
 
-    blocks: TensorInfo
-    scales: TensorInfo
+    values: Callable[..., Tensor]
+    whole: TensorInfo | None = None
 
-    def rows(self, expert: int, outputs: slice) -> Tensor:
-        """Return the decoded rows `outputs` of one expert, `[out, in]`."""
-        index = expert, outputs
-        return decode_mxfp4(tensor(self.blocks, index), tensor(self.scales, index))
+
+def read(info: TensorInfo, index: Index = ()) -> Tensor:
+    """Return the values of a stored or computed tensor, or of its part `[index]`."""
+    if not isinstance(info, Computed):
+        return tensor(info, index)
+    return info.values(index) if index else info.values()
 
 
 def of_mxfp4(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -97,42 +99,21 @@ def of_mxfp4(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         experts, rows, groups, _ = blocks.shape
         shape = experts, groups * MX_BLOCK, rows
         nbytes = 4 * blocks.nbytes  # a byte has two codes, a decoded value two bytes
-        decoded[base] = Mxfp4(base, "BF16", shape, blocks.file, blocks.offset, nbytes, blocks, scales)
+        values = partial(_decoded, blocks, scales)
+        decoded[base] = Computed(base, "BF16", shape, blocks.file, blocks.offset, nbytes, values)
     what = "config.json says mxfp4, and there are no tensors …_blocks"
     require(decoded != infos, what, "download it again", UNSUPPORTED)
     return decoded
 
 
-@dataclass(frozen=True)
-class Slice(TensorInfo):
-    """The part `[index]` of the tensor `whole`, transposed if `transposed`. Shape and nbytes are the part's,
-    offset is that of `whole`."""
-
-    whole: TensorInfo
-    index: Index
-    transposed: bool
-
-
-@dataclass(frozen=True)
-class Rewritten(TensorInfo):
-    """A tensor that `values` computes."""
-
-    values: Callable[[], Tensor]
-
-
-def read(info: TensorInfo) -> Tensor:
-    """Return the values of a tensor that is stored, a slice, decoded or computed."""
-    if not isinstance(info, OTHERWISE):
-        return tensor(info)
-    if isinstance(info, Rewritten):
-        return info.values()
-    if isinstance(info, Mxfp4):
-        return torch.stack([info.rows(expert, slice(None)).t() for expert in range(info.shape[0])])
-    if isinstance(info.whole, Mxfp4):
-        expert, *_, outputs = info.index
-        return info.whole.rows(expert, outputs)
-    values = tensor(info.whole, info.index)
-    return values.t() if info.transposed else values
+def _decoded(blocks: TensorInfo, scales: TensorInfo, index: Index = ()) -> Tensor:
+    """Return MXFP4 experts in bfloat16, `[experts, in, out]` as in transformers, or some outputs of one
+    expert. blocks: `[experts, out, groups, 16]`; scales: `[experts, out, groups]`."""
+    if not index:
+        experts = range(blocks.shape[0])
+        return torch.stack([_decoded(blocks, scales, (expert, slice(None))) for expert in experts])
+    expert, *_, outputs = index
+    return decode_mxfp4(tensor(blocks, (expert, outputs)), tensor(scales, (expert, outputs))).t()
 
 
 def stacked(infos: Mapping[str, TensorInfo], stacks: Mapping[str, Sequence[str]]) -> dict[str, TensorInfo]:
@@ -142,8 +123,5 @@ def stacked(infos: Mapping[str, TensorInfo], stacks: Mapping[str, Sequence[str]]
         each = [tensors.pop(part) for part in parts]
         first, shape, nbytes = each[0], (len(each), *each[0].shape), len(each) * each[0].nbytes
         values = partial(lambda each: torch.stack(list(map(read, each))), each)
-        tensors[name] = Rewritten(name, first.dtype, shape, first.file, 0, nbytes, values)
+        tensors[name] = Computed(name, first.dtype, shape, first.file, 0, nbytes, values)
     return tensors
-
-
-OTHERWISE = Slice, Mxfp4, Rewritten  # tensors that differ from what is stored

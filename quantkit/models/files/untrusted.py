@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all, require
+from quantkit.models.files import gguf_shards
 from quantkit.models.machine.expert_share import EXPERTS, ROUTED
 
 AGAIN = "download it again"
@@ -31,10 +32,13 @@ NAMED_TEMPLATES = f"{TEMPLATES}/*.jinja"
 # ---- folders and files
 
 
-def entries(folder: Path) -> Iterator[Path]:
-    """Yield the paths in a model's folder, and those of its named chat templates."""
-    yield from folder.iterdir()
-    yield from folder.glob(NAMED_TEMPLATES)
+def entries(path: Path) -> Iterator[Path]:
+    """Yield the paths in a model's folder and those of its named chat templates, or a GGUF file's shards."""
+    if path.is_dir():
+        yield from path.iterdir()
+        yield from path.glob(NAMED_TEMPLATES)
+    else:
+        yield from gguf_shards.of(path)
 
 
 def refuse_folder(folder: Path) -> None:

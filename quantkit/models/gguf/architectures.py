@@ -237,7 +237,8 @@ def config_fields(arch: Architecture, keys: Mapping[str, Any], infos: Infos) -> 
     for name, tensor in arch.flags.items():
         fields[name] = (tensor.removeprefix("not ") in infos) != tensor.startswith("not ")
     if arch.restore:
-        fields |= getattr(variants, arch.restore)(keys, infos.keys())
+        whole = {key: value for key, value in keys.items() if type(value) is int}
+        fields |= getattr(variants, arch.restore)(whole, infos.keys())
     return fields
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all, re
 from quantkit.grids.ggml import TYPES
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.ggml.blocks import decode_rows
-from quantkit.models.files import checksums, gguf_file, gguf_shards, reading
-from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.reading import DTYPES
+from quantkit.models.files import checksums, gguf_shards, reading
+from quantkit.models.files.checkpoint import Checkpoint, PackedLinear
+from quantkit.models.files.headers import Contents
+from quantkit.models.files.reading import DTYPES, Computed
 from quantkit.models.files.safetensors_folder import DTYPE_BYTES, TensorInfo
 from quantkit.models.gguf import configuration, rope, tensors
-from quantkit.models.gguf.architectures import refuse_other
 from quantkit.models.gguf.file_types import SCALED
 from quantkit.models.gguf.mixtures import scale_of
 from quantkit.models.gguf.tensors import Target
@@ -139,14 +139,15 @@ class GgufCheckpoint(Checkpoint):
         }
         return replace(self, layout=GgmlLayout(), _quantized=packed)
 
-    def parts(self, name: str) -> dict[str, Tensor]:
+    def parts(self, name: str) -> PackedLinear:
         """Return the ggml blocks `[out, row_bytes]` of a packed linear (`X.weight`), rows in the model's
         order, and the number of their type."""
         info = self.infos[name]
         raw = reading.octets(info.file, info.offset, info.nbytes, info.name)
         rows = info.target.to_hf(raw.view(info.target.shape[-2], -1))
         number = torch.tensor(GGMLQuantizationType[info.dtype].value, dtype=torch.int32)
-        return {"ggml": rows.contiguous(), "ggml_type": number}
+        parts = {"ggml": rows.contiguous(), "ggml_type": number}
+        return PackedLinear(name.removesuffix(".weight"), parts)
 
     def placed(self, name: str, tensor: Tensor) -> tuple[int, bytes]:
         """Return the offset of a tensor in the file and its new bytes. tensor: ggml blocks as `parts` returns
@@ -159,36 +160,24 @@ class GgufCheckpoint(Checkpoint):
         assert len(data) == info.nbytes, f"{name}: {len(data)} bytes for {info.nbytes}"
         return info.offset, data
 
-    @property
-    def disk_bytes(self) -> int:
-        """Return the size of the file, or of all its shards."""
-        return sum(path.stat().st_size for path in gguf_shards.of(self.folder))
-
     def stores_rows(self, name: str) -> bool:
         """See `Checkpoint.stores_rows`; rows of codes are decoded."""
         info = self.infos[name]
         return info.in_rows if isinstance(info, GgmlTensor) else super().stores_rows(name)
 
-    def load(self, name: str, dtype: torch.dtype | None = None, rows: slice | None = None) -> Tensor:
-        """Return a tensor's values; those of the file as `GgmlTensor.values` says."""
-        info = self.infos[name]
+    def _values(self, info: TensorInfo, dtype: torch.dtype | None, rows: slice | None) -> Tensor:
         if not isinstance(info, GgmlTensor):
-            return super().load(name, dtype, rows)
+            return super()._values(info, dtype, rows)
         return (info if rows is None else info.part(rows)).values(dtype)
 
     def plain(self, info: TensorInfo) -> TensorInfo:
-        """Return dtype, shape and bytes of a tensor in a safetensors file; types that safetensors lacks
-        become float32."""
+        """Return a tensor as a safetensors file will hold it; types that safetensors lacks become float32."""
         if not isinstance(info, GgmlTensor):
             return info
         dtype = info.dtype if info.dtype in PLAIN and not info.target.changed else "F32"
-        return replace(info, dtype=dtype, nbytes=math.prod(info.shape) * DTYPE_BYTES[dtype])
-
-    def data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
-        """Yield the bytes of the tensor that `plain` describes."""
-        if not isinstance(info, GgmlTensor):
-            return super().data(info)
-        return iter([self.load(info.name, DTYPES[info.dtype]).view(torch.uint8).numpy().data])
+        nbytes = math.prod(info.shape) * DTYPE_BYTES[dtype]
+        values = partial(info.values, DTYPES[dtype])
+        return Computed(info.name, dtype, info.shape, info.file, info.offset, nbytes, values)
 
     @cached_property
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
@@ -202,18 +191,17 @@ class GgufCheckpoint(Checkpoint):
         if "tokenizer.ggml.model" in self.metadata:
             self.tokenizer.save_pretrained(target)
 
-    def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
+    def sha256(self) -> str:
         """Return the hash of the file, or of its shards one after another."""
         digest = hashlib.sha256()
         for path in gguf_shards.of(self.folder):
-            checksums.add(digest, path, listen=progress)
+            checksums.add(digest, path)
         return digest.hexdigest()
 
 
-def open_file(source: str, path: Path) -> GgufCheckpoint:
+def of_contents(contents: Contents) -> GgufCheckpoint:
     """Open a GGUF file. Raises QuantkitError naming tensors that are absent, unknown or misshapen."""
-    metadata, stored = gguf_file.read_header(path)
-    refuse_other(source, metadata)
+    source, path, metadata, stored = contents.source, contents.path, contents.metadata, contents.infos
     factors = {
         name: reading.tensor(stored[name])
         for name in (rope.LONG, rope.SHORT, rope.FREQUENCIES)
@@ -227,11 +215,10 @@ def open_file(source: str, path: Path) -> GgufCheckpoint:
     pieces: dict[str, list[GgmlTensor]] = {}
     for target in targets:
         scale = reading.tensor(scales[target.name]) if target.name in scales else None
-        if target.part:
-            piece = _tensor(target, stored[target.name], target.parameters[0], target.shape, scale)
-            pieces.setdefault(piece.name, []).append(piece)
-        else:
-            infos |= {info.name: info for info in _tensors(target, stored[target.name], scale)}
+        for info in _tensors(target, stored[target.name], scale):
+            infos[info.name] = info
+            if target.part:
+                pieces.setdefault(info.name, []).append(info)
     for name, parts in pieces.items():
         nbytes, shape = sum(piece.nbytes for piece in parts), parts[0].target.part.shape
         infos[name] = replace(parts[0], shape=shape, nbytes=nbytes, pieces=tuple(parts))
@@ -263,7 +250,7 @@ def _scales(stored: Mapping[str, TensorInfo], targets: list[Target]) -> dict[str
 
 def _described(
     source: str,
-    metadata: gguf_file.Metadata,
+    metadata: Mapping[str, Any],
     stored: Mapping[str, TensorInfo],
     factors: Mapping[str, Tensor],
 ) -> tuple[transformers.PretrainedConfig, list[Target]]:
@@ -309,20 +296,11 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _tensors(target: Target, info: TensorInfo, scale: Tensor | None) -> Iterator[GgmlTensor]:
     """Yield each of transformers' tensors that one tensor of the file holds."""
-    count = len(target.parameters)
-    if count == 1:
-        shape = target.shape[::-1] if target.conv1d else target.shape
-        shape = (shape[0], 1, shape[1]) if target.single else shape
-        yield _tensor(target, info, target.parameters[0], shape, scale)
-        return
-    nbytes, shape = info.nbytes // count, target.shape[1:]
-    for index, name in enumerate(target.parameters):
-        alone = replace(target, parameters=(name,), shape=shape)
-        located = replace(info, offset=info.offset + index * nbytes, nbytes=nbytes)
-        yield _tensor(alone, located, name, shape, None if scale is None else scale[[index]])
-
-
-def _tensor(
-    target: Target, info: TensorInfo, name: str, shape: tuple[int, ...], scale: Tensor | None
-) -> GgmlTensor:
-    return GgmlTensor(name, info.dtype, shape, info.file, info.offset, info.nbytes, target, scale)
+    parts = target.parts
+    nbytes = info.nbytes // len(parts)
+    scales = [None] * len(parts) if scale is None else scale.chunk(len(parts))
+    for index, part in enumerate(parts):
+        shape = part.shape[::-1] if part.conv1d else part.shape
+        shape = (shape[0], 1, shape[1]) if part.single else shape
+        located = info.file, info.offset + index * nbytes, nbytes
+        yield GgmlTensor(part.parameters[0], info.dtype, shape, *located, part, scales[index])

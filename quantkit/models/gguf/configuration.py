@@ -16,17 +16,13 @@ from quantkit.errors import UNSUPPORTED, name_all, require
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.gguf import architectures, rope, variants
 from quantkit.models.gguf.architectures import DEFAULTS, FULL, LATENT, PATTERN, SLIDING, Architecture
+from quantkit.models.gguf.token_models import ROLES
 from quantkit.models.gguf.variants import head_dim
 
 REQUIRED = ("context_length", "embedding_length", "block_count", "attention.head_count")
 EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 NEEDED = ("epsilon", "expert_used_count")  # endings of keys that are required if the architecture has them
 MAX_HEAD_DIM = 1 << 16
-SPECIAL_TOKENS = {
-    "bos_token_id": "tokenizer.ggml.bos_token_id",
-    "eos_token_id": "tokenizer.ggml.eos_token_id",
-    "pad_token_id": "tokenizer.ggml.padding_token_id",
-}
 
 
 def to_metadata(config: PretrainedConfig) -> dict[str, Any]:
@@ -127,9 +123,9 @@ def to_config(
     if parameters is not None:
         values["rope_parameters"] = parameters
     values |= _sliding(arch, keys)
-    for name, key in SPECIAL_TOKENS.items():
-        number, size = metadata.get(key), values["vocab_size"]
-        values[name] = number if type(number) is int and 0 <= number < size else None
+    for role in ("bos", "eos", "pad"):
+        number, size = metadata.get(f"tokenizer.ggml.{ROLES[role]}_token_id"), values["vocab_size"]
+        values[f"{role}_token_id"] = number if type(number) is int and 0 <= number < size else None
     config = transformers.AutoConfig.for_model(arch.model_types[0], **copy.deepcopy(values))
     config.dtype = getattr(torch, architectures.dtype(infos))
     return config

@@ -7,7 +7,7 @@ blocks are copied from `gguf.GGML_QUANT_SIZES`, because importing gguf takes a f
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -46,40 +46,25 @@ class Model(NamedTuple):
         return self.blocks == 80 and self.architecture == "qwen2"
 
 
-class Place(NamedTuple):
-    """The position of a tensor: number `index` among `count` tensors of its kind."""
-
-    index: int
-    count: int
-    model: Model
-    has_imatrix: bool
-
-    def holds(self, condition: str) -> bool:
-        """Return whether all words of a condition in file_types.json are true here; "!" negates a word."""
-        return all(CONDITIONS[word.lstrip("!")](self) != word.startswith("!") for word in condition.split())
-
-
-def _more(at: Place) -> bool:
-    """Return whether a block is in the first or last eighth, or every third between (llama.cpp's
-    `use_more_bits`)."""
-    eighth = at.count // 8
-    return at.index < eighth or at.index >= 7 * at.count // 8 or (at.index - eighth) % 3 == 2
-
-
-CONDITIONS: dict[str, Callable[[Place], bool]] = {
-    "else": lambda at: True,
-    "first2": lambda at: at.index < 2,
-    "first4": lambda at: at.index < 4,
-    "early8": lambda at: at.index < at.count // 8,
-    "early16": lambda at: at.index < at.count // 16,
-    "middle": lambda at: at.count // 8 <= at.index < 7 * at.count // 8,
-    "more": _more,
-    "falcon": lambda at: at.model.architecture == "falcon",
-    "imatrix": lambda at: at.has_imatrix,
-    "grouped": lambda at: at.model.grouped,
-    "experts4": lambda at: at.model.experts >= 4,
-    "experts8": lambda at: at.model.experts == 8,
-}
+def facts(index: int, count: int, model: Model, has_imatrix: bool) -> dict[str, bool]:
+    """Return whether each word of the conditions in file_types.json is true of a tensor: number `index` among
+    `count` tensors of its kind."""
+    eighth, last_eighth = count // 8, 7 * count // 8
+    return {
+        "else": True,
+        "first2": index < 2,
+        "first4": index < 4,
+        "early8": index < eighth,
+        "early16": index < count // 16,
+        "middle": eighth <= index < last_eighth,
+        # the first and the last eighth, and every third between (llama.cpp's `use_more_bits`)
+        "more": index < eighth or index >= last_eighth or (index - eighth) % 3 == 2,
+        "falcon": model.architecture == "falcon",
+        "imatrix": has_imatrix,
+        "grouped": model.grouped,
+        "experts4": model.experts >= 4,
+        "experts8": model.experts == 8,
+    }
 
 
 @dataclass(frozen=True)
@@ -107,10 +92,13 @@ class FileType:
     experts: str | None = None
     sparing: bool = False
 
-    def by_rule(self, kind: str, at: Place) -> str | None:
-        """Return the type that the rule of a kind of tensors gives; None if the base type applies."""
-        rule = getattr(self, kind)
-        return next((type for condition, type in rule.items() if at.holds(condition)), None)
+    def by_rule(self, kind: str, facts: Mapping[str, bool]) -> str | None:
+        """Return the type that the rule of a kind of tensors gives; None if the base type applies. "!" before
+        a word of a condition negates it."""
+        for condition, type in getattr(self, kind).items():
+            if all(facts[word.lstrip("!")] != word.startswith("!") for word in condition.split()):
+                return type
+        return None
 
 
 FILE_TYPES = {name: FileType(**fields) for name, fields in _stored["file_types"].items()}

@@ -106,10 +106,11 @@ def of_model(path: Path, shapes: Mapping[str, Sequence[int]]) -> Imatrix:
     """Return the importance matrix at `path`. Raises QuantkitError if it belongs to another model. shapes: of
     the model's tensors, by GGUF name."""
     imatrix = read(path)
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1 and "_norm." not in name}
     foreign = [
         f"{name} ({sums.numel()})"
         for name, sums in imatrix.sums.items()
-        if name not in shapes or sums.numel() != math.prod(shapes[name]) // shapes[name][-2]
+        if name not in matrices or sums.numel() != math.prod(shapes[name]) // shapes[name][-2]
     ]
     what = f"{path} is an importance matrix of another model: {name_all(foreign)}"
     require(not foreign, what, "make one of this model with quantkit imatrix", USAGE)

@@ -24,7 +24,7 @@ from quantkit.models.gguf.file_types import (
     SCALED,
     FileType,
     Model,
-    Place,
+    facts,
     number,
     parse_type,
 )
@@ -228,7 +228,6 @@ class _Mixture:
         self.seen[kind] += 1
         if kind in (DOWN, UP, GATE) and self.model.experts > 1 and not chosen.sparing:
             index = int(name.split(".")[1])  # one tensor per expert: the number in the name is the block
-        at = Place(index, self.count.get(kind, 0), self.model, self.has_imatrix)
         eight = self.model.experts == 8 and not chosen.sparing
         if eight and kind in (VALUES, KEYS):
             return "Q8_0"
@@ -236,7 +235,8 @@ class _Mixture:
             return chosen.eight_experts
         if kind is None:
             return None
-        type = chosen.by_rule(WIDE.get(kind, kind), at)
+        true = facts(index, self.count.get(kind, 0), self.model, self.has_imatrix)
+        type = chosen.by_rule(WIDE.get(kind, kind), true)
         if kind == VALUES and self.model.is_70b and not chosen.sparing:
             return "Q5_K" if (type or chosen.base) in ("Q3_K", "Q4_K") else type
         return type

@@ -11,7 +11,6 @@ import json
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 Json = dict  # a pre-tokenizer or normalizer as tokenizer.json writes it
@@ -54,12 +53,7 @@ class PreTokenizer:
 
 
 ROWS = tuple(PreTokenizer(**row) for row in _stored["rows"])
-
-
-@cache
-def by_name() -> dict[str, PreTokenizer]:
-    """Return the rows by all their llama.cpp names."""
-    return {name: row for row in ROWS for name in row.names}
+BY_NAME = {name: row for row in ROWS for name in row.names}
 
 
 def cuts(pre_tokenizer: Json | None) -> tuple[str, ...] | None:

@@ -77,9 +77,14 @@ class Target:
         return self.decay or self.shift != 0
 
     @property
+    def stacked(self) -> bool:
+        """Return whether the tensor stacks parameters: matrices of experts, or norms of heads."""
+        return self.part is None and (len(self.shape) == 3 or len(self.parameters) > 1)
+
+    @property
     def parts(self) -> list[Target]:
-        """Return the matrices of a stacked tensor, one per expert; for another tensor itself."""
-        if len(self.shape) < 3 or self.part:
+        """Return the parameters of a stacked tensor; for another tensor itself."""
+        if not self.stacked:
             return [self]
         pairs = zip(self.parameters, self.stored or self.parameters, strict=True)
         return [replace(self, parameters=(p,), stored=(s,), shape=self.shape[1:]) for p, s in pairs]
@@ -92,7 +97,7 @@ class Target:
         if self.values is not None:
             return self.values if dtype is None else self.values.to(dtype)
         parts = [checkpoint.read(name, dtype) for name in self.stored]
-        tensor = parts[0] if len(parts) == 1 else torch.stack(parts)
+        tensor = torch.stack(parts) if self.stacked else parts[0]
         if self.conv1d and not checkpoint.is_quantized(self.stored[0]):
             tensor = tensor.t().contiguous()
         if self.single and tensor.ndim == 3:
@@ -174,7 +179,7 @@ def _name_of(model: nn.Module, wanted: nn.Module) -> str:
 
 def _model(config: PretrainedConfig, source: str) -> nn.Module:
     """Return the model on the meta device, with one linear per expert and projection."""
-    model = meta_model.empty(copy.deepcopy(config), source)
+    model = meta_model.empty(config, source)
     take_apart(model)
     return model
 

@@ -25,7 +25,7 @@ from quantkit.models.files.safetensors_folder import read_json
 from quantkit.models.gguf import pre_tokenizers
 from quantkit.models.gguf.pre_tokenizers import Json, PreTokenizer, flat
 
-Kind = IntEnum("Kind", "NORMAL UNKNOWN CONTROL USER_DEFINED UNUSED BYTE")  # as in gguf.TokenType
+Kind = IntEnum("Kind", "NORMAL UNKNOWN CONTROL USER_DEFINED UNUSED BYTE")  # gguf.TokenType without its import
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # role -> its name in the keys
 SPACE = "▁"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -59,7 +59,17 @@ class TokenizerFiles:
 
     @cached_property
     def _library(self) -> tokenizers.Tokenizer:
-        return _load(self.folder)
+        path = self.folder / "tokenizer.json"
+        if path.is_file():
+            try:
+                return tokenizers.Tokenizer.from_file(str(path))
+            except Exception as error:  # the library raises nothing more precise
+                what = f"{path} is no tokenizer: {first_line(error)}"
+                raise QuantkitError(what, "download it again", NOT_FOUND) from error
+        tokenizer = load_tokenizer(str(self.folder), self.folder)
+        what = f"{self.folder}: its tokenizer has no tokenizer.json"
+        require(tokenizer.is_fast, what, "save one", UNSUPPORTED)
+        return tokenizer.backend_tokenizer
 
     def affixes(self) -> tuple[list[int], list[int]]:
         """Return the ids of the tokens that the tokenizer adds before and after every text."""
@@ -113,20 +123,6 @@ class TokenizerFiles:
         return {"default": stored} if isinstance(stored, str) else {}
 
 
-def _load(folder: Path) -> tokenizers.Tokenizer:
-    """Return the tokenizer of tokenizer.json; transformers reads older files."""
-    path = folder / "tokenizer.json"
-    if path.is_file():
-        try:
-            return tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more precise
-            what = f"{path} is no tokenizer: {first_line(error)}"
-            raise QuantkitError(what, "download it again", NOT_FOUND) from error
-    tokenizer = load_tokenizer(str(folder), folder)
-    require(tokenizer.is_fast, f"{folder}: its tokenizer has no tokenizer.json", "save one", UNSUPPORTED)
-    return tokenizer.backend_tokenizer
-
-
 def _read(path: Path) -> Json | None:
     """Return a parsed JSON object; None if the file is absent."""
     return read_json(path) if path.is_file() else None
@@ -145,8 +141,8 @@ def byte_level(
     if pre is None:
         forms = [step["type"] for step in flat(stored["normalizer"], "normalizers")]
         pre = _recognise(files, "NFC" in forms, merges).names[0]
-    one_of(pre, pre_tokenizers.by_name(), f"--pre {pre} is no pre-tokenizer that quantkit knows")
-    if otherwise := pre_tokenizers.by_name()[pre].otherwise:
+    one_of(pre, pre_tokenizers.BY_NAME, f"--pre {pre} is no pre-tokenizer that quantkit knows")
+    if otherwise := pre_tokenizers.BY_NAME[pre].otherwise:
         warn(f"llama.cpp's {pre} {otherwise}")
     return {"model": "gpt2", "pre": pre, "merges": [f"{a} {b}" for a, b in merges]}, vocabulary
 

@@ -69,7 +69,8 @@ def _templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
     """Return the chat template; if there are several, all by name."""
     default = metadata.get("tokenizer.chat_template")
     names = metadata.get("tokenizer.chat_templates", [])
-    for name in names if isinstance(names, list) else [names]:
+    names = names if isinstance(names, list) else [names]
+    for name in names:
         if not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name)):  # the name becomes a file's
             raise _damaged(f"a chat template is named {name!r:.80}")
     named = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in names}
@@ -95,8 +96,8 @@ def _keys(metadata: Mapping[str, Any]) -> Json:
 
 def _byte_level(keys: Json, tokens: Tokens) -> tuple[Json, bool]:
     pre = str(keys.get("pre", "default"))
-    row = pre_tokenizers.by_name().get(pre)
-    hint = f"quantkit knows {', '.join(sorted(pre_tokenizers.by_name()))}"
+    row = pre_tokenizers.BY_NAME.get(pre)
+    hint = f"quantkit knows {', '.join(sorted(pre_tokenizers.BY_NAME))}"
     require(row, f"the file's pre-tokenizer {pre!r} is unknown", hint, UNSUPPORTED)
     model = _model(tokens, [_halves(merge) for merge in keys["merges"]])
     model["ignore_merges"] = row.ignore_merges

@@ -31,14 +31,17 @@ def tokenizer_sha256(tokenizer, vocab_size: int | None = None) -> str:
     A checkpoint folder and the GGUF file made from it have equal hashes. Normalization counts only if it
     changes SAMPLE, so NFC does not. vocab_size: rows of the embedding; tokens beyond do not count.
     """
-    vocabulary, sample, rules = _behaviour(tokenizer, vocab_size)
-    return hashlib.sha256(repr((vocabulary, sample, list(rules.values()))).encode()).hexdigest()
+    size = math.inf if vocab_size is None else vocab_size
+    sample = tokenizer(SAMPLE, add_special_tokens=False, verbose=False)["input_ids"]
+    # slow tokenizers do not give their merges; SAMPLE stands for them
+    rules = _rules(json.loads(tokenizer.backend_tokenizer.to_str()), size) if tokenizer.is_fast else []
+    return hashlib.sha256(repr((_vocabulary(tokenizer, size), sample, rules)).encode()).hexdigest()
 
 
 def difference(first, other, vocab_sizes: tuple[int, int]) -> str:
     """Return a sentence that says how two tokenizers with different hashes differ."""
     both = zip((first, other), vocab_sizes, strict=True)
-    ours, theirs = ({text for _, text in _behaviour(*side)[0]} for side in both)
+    ours, theirs = ({text for _, text in _vocabulary(*side)} for side in both)
     changes = {"lacks": sorted(ours - theirs), "adds": sorted(theirs - ours)}
     named = [f"{verb} {name_all(map(repr, tokens), 3)}" for verb, tokens in changes.items() if tokens]
     if named:
@@ -46,28 +49,21 @@ def difference(first, other, vocab_sizes: tuple[int, int]) -> str:
     return "the tokens are the same, but not their ids, merges or the way to cut a text"
 
 
-def _behaviour(tokenizer, vocab_size: int | None) -> tuple[list, list, dict]:
-    """Return a tokenizer's vocabulary, the ids of SAMPLE, and its rules by name."""
-    size = math.inf if vocab_size is None else vocab_size
-    vocabulary = sorted(
-        (number, text.replace(SPACE, " ")) for text, number in tokenizer.get_vocab().items() if number < size
-    )
-    sample = tokenizer(SAMPLE, add_special_tokens=False, verbose=False)["input_ids"]
-    rules: dict = {}
-    if tokenizer.is_fast:  # slow tokenizers do not give their merges; SAMPLE stands for them
-        rules = _rules(json.loads(tokenizer.backend_tokenizer.to_str()), size)
-    return vocabulary, sample, rules
+def _vocabulary(tokenizer, size: float) -> list[tuple[int, str]]:
+    """Return ids below `size` and texts of all tokens."""
+    vocabulary = tokenizer.get_vocab().items()
+    return sorted((number, text.replace(SPACE, " ")) for text, number in vocabulary if number < size)
 
 
-def _rules(stored: dict, size: float) -> dict:
+def _rules(stored: dict, size: float) -> list:
     """Return rules that may differ between tokenizers with one vocabulary, in a canonical form."""
     model, pre_tokenizer = stored["model"], stored["pre_tokenizer"]
     if model["type"] != "BPE" or not (model["byte_fallback"] or is_byte_level(pre_tokenizer)):
-        return {"normalizer": stored["normalizer"], "pre-tokenizer": pre_tokenizer, "model": model}
+        return [stored["normalizer"], pre_tokenizer, model]
     apart = {entry["content"] for entry in stored["added_tokens"]} | {*BYTES, model["unk_token"]}
     tokens = {text for text, number in model["vocab"].items() if number < size and text not in apart}
     merges = [(a, b) for a, b in model["merges"] if {a, b, a + b} <= tokens]
     made = {a + b for a, b in merges}
     whole = model["ignore_merges"] and any(len(text) > 1 and text not in made for text in tokens)
     words = (cuts(pre_tokenizer) or pre_tokenizer) if is_byte_level(pre_tokenizer) else None
-    return {"merges": canonical(merges), "pre-tokenizer": words, "ignore_merges": whole}
+    return [canonical(merges), words, whole]

@@ -1,8 +1,9 @@
 """Variants of architectures: those that llama.cpp does not support, and fields that only a whole file shows.
 
 Rows of architectures.json name these functions. A `refuse` function takes a configuration and returns what
-llama.cpp does not support, or None. A `restore` function takes a file's keys without the architecture's name
-and the names of its tensors, and returns further fields of the configuration.
+llama.cpp does not support, or None. A `restore` function takes the whole numbers of a file's metadata, by
+keys without the architecture's name, and the names of its tensors. It returns further fields of the
+configuration.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from quantkit.errors import name_all
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-Keys = Mapping[str, Any]
+Keys = Mapping[str, int]
 SHARED_LENGTH = "expert_shared_feed_forward_length"
 ROPE_SECTIONS = "rope.dimension_sections"  # sections of a head for time, height and width
 DELTA = "full_attention", "linear_attention"
@@ -153,10 +154,9 @@ def multi_query(keys: Keys, names: Collection[str]) -> dict[str, Any]:
 
 def delta_net(keys: Keys, names: Collection[str]) -> dict[str, Any]:
     """Return the size of a value head and the kind of each block, linear or full attention."""
-    inner, heads = keys.get("ssm.inner_size"), keys.get("ssm.time_step_rank")
-    period, blocks = keys.get("full_attention_interval", 4), keys.get("block_count")
-    sizes = inner, heads, period, blocks
-    if any(type(size) is not int or size < 1 for size in sizes) or blocks > len(names):
+    inner, heads = keys.get("ssm.inner_size", 0), keys.get("ssm.time_step_rank", 0)
+    period, blocks = keys.get("full_attention_interval", 4), keys.get("block_count", 0)
+    if min(inner, heads, period, blocks) < 1 or blocks > len(names):
         return {}
     return {"linear_value_head_dim": inner // heads, "layer_types": periodic(period, blocks, *DELTA)}
 
@@ -168,10 +168,10 @@ def normed_routing(keys: Keys, names: Collection[str]) -> dict[str, Any]:
 def ernie(keys: Keys, names: Collection[str]) -> dict[str, Any]:
     """Return the number of shared experts (one matrix), and that any block after the dense ones has
     experts."""
-    shared, width = keys.get(SHARED_LENGTH, 0), keys.get("expert_feed_forward_length")
-    if type(shared) is not int or type(width) is not int or width < 1:
+    width = keys.get("expert_feed_forward_length", 0)
+    if width < 1:
         return {}
-    return {"moe_num_shared_experts": shared // width, "moe_layer_end_index": -1}
+    return {"moe_num_shared_experts": keys.get(SHARED_LENGTH, 0) // width, "moe_layer_end_index": -1}
 
 
 def latent(keys: Keys, names: Collection[str]) -> dict[str, Any]:

@@ -23,9 +23,10 @@ from torch.func import functional_call
 from quantkit.errors import UNSUPPORTED, require
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.reading import DTYPES
 from quantkit.models.machine.device import is_accelerator
-from quantkit.models.skeleton import experts, meta_model, rows, streaming
-from quantkit.models.skeleton.loading import FetchedBlock, Installer, Reader
+from quantkit.models.skeleton import experts, fused, loading, meta_model, rows, streaming
+from quantkit.models.skeleton.loading import FetchedBlock, Loader
 from quantkit.models.skeleton.names import Names, set_aside
 from quantkit.models.skeleton.recording import Recorder
 from quantkit.models.skeleton.streaming import Keeper
@@ -49,14 +50,15 @@ class Skeleton:
     parameters: number of weights of the whole model. towers: models of other modalities, by name, always on
     the meta device. checkpoint: has one tensor per expert, even if the file stacks them. streams: a loaded
     block reads its experts when they are called (`streaming`), with the same results; set it before blocks
-    are loaded.
+    are loaded. keepers: those of the loaded blocks with streamed experts, by index.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
         self.dtype = dtype
         self.device = device
         self.model = meta_model.build(checkpoint, dtype, device)
-        self.checkpoint = experts.of_checkpoint(self.model, checkpoint)
+        self.checkpoint = fused.one_by_one(self.model, checkpoint)
+        experts.take_apart(self.model)
         name, container = meta_model.find_blocks(self.model, checkpoint)
         transposed = meta_model.replace_conv1d(self.model)
         self.names = Names(self.model, name, transposed, self.checkpoint)
@@ -65,9 +67,8 @@ class Skeleton:
         self.blocks = list(container)
         self.depth = len(self.blocks)
         self._recorder = Recorder(self.model, container, dtype, device)
-        self._reader = Reader(self.names, self.checkpoint, dtype, device)
-        self._installer = Installer(dtype, device)
-        self._keepers: dict[int, Keeper] = {}  # by index of a loaded block with streamed experts
+        self._loader = Loader(self.names, self.checkpoint, dtype, device)
+        self.keepers: dict[int, Keeper] = {}
         self.streams = streaming.pays(self.blocks, dtype.itemsize, device)
 
     def add_head(self) -> str:
@@ -111,8 +112,8 @@ class Skeleton:
 
     def read(self, name: str, expected: Tensor) -> Tensor:
         """Return the values of the model's tensor `name`, on the host and in the model's dtype; see
-        `Reader.read`."""
-        return self._reader.read(name, expected)
+        `Loader.read`."""
+        return self._loader.read(name, expected)
 
     def load_rest(self, away: bool = False) -> None:
         """Load everything outside the blocks, except towers of other modalities. Tied tensors stay one
@@ -125,7 +126,7 @@ class Skeleton:
         apart = self.rows_away() if away else {}
         state = {
             name: tensor.to("meta") if name in apart.values() else self.read(name, tensor).to(self.device)
-            for name, tensor in sorted(tensors.items(), key=lambda item: self._reader.offset(item[0]))
+            for name, tensor in sorted(tensors.items(), key=lambda item: self._loader.offset(item[0]))
             if name in stored and not name.startswith(self.names.blocks + ".")
         }
         self.model.load_state_dict(state, strict=False, assign=True)
@@ -133,7 +134,7 @@ class Skeleton:
         self.model.requires_grad_(False)
         on_host: dict[str, rows.Rows] = {}  # a tied head's rows are the embedding's
         for module, name in apart.items():
-            read = partial(self._reader.rows, name, module.weight)
+            read = partial(self._loader.rows, name, module.weight)
             if is_accelerator(self.device):
                 if name not in on_host:
                     on_host[name] = rows.OnHost(self.read(name, module.weight), self.device)
@@ -187,7 +188,7 @@ class Skeleton:
     def in_step(self, index: int, run: Callable[[int], T], count: int) -> Iterator[T]:
         """Yield `run(k)` for k below `count`; each call runs block `index`. If the block's experts are
         streamed, several calls run interleaved, so that each expert is read once for all of them."""
-        keeper = self._keepers.get(index)
+        keeper = self.keepers.get(index)
         return keeper.in_step(run, count) if keeper else map(run, range(count))
 
     def outputs(self, index: int, batches: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -210,10 +211,10 @@ class Skeleton:
         if self.streams:
             experts = streaming.streamed(block)
             names = [name for name in block.state_dict() if name.rpartition(".")[0] not in experts]
-        return self._reader_of(checkpoint).block(index, block, decoded, names)
+        return self._loader_of(checkpoint).block(index, block, decoded, names)
 
-    def _reader_of(self, checkpoint: Checkpoint | None) -> Reader:
-        return replace(self._reader, checkpoint=checkpoint or self.checkpoint)
+    def _loader_of(self, checkpoint: Checkpoint | None) -> Loader:
+        return replace(self._loader, checkpoint=checkpoint or self.checkpoint)
 
     def load_block(
         self,
@@ -229,23 +230,14 @@ class Skeleton:
         not quantize activations.
         """
         block = self.blocks[index]
-        self._installer.load(block, fetched or self.fetch_block(index, checkpoint, decoded))
+        self._loader.load(block, fetched or self.fetch_block(index, checkpoint, decoded))
         if self.streams and streaming.streamed(block):
-            reader = self._reader_of(checkpoint)
-            self._keepers[index] = Keeper(index, block, reader, self._installer, decoded)
+            self.keepers[index] = Keeper(index, block, self._loader_of(checkpoint), decoded)
         return block
 
     def away(self, index: int) -> frozenset[str]:
         """Return the linears of a loaded block that are not in memory but read when called (streamed)."""
-        return frozenset(streaming.streamed(self.blocks[index]) if index in self._keepers else ())
-
-    def lend(self, index: int, linears: Sequence[str]) -> None:
-        """Keep these streamed linears in memory, and no others, until the next call."""
-        self._keepers[index].lend(linears)
-
-    def keep_changed(self, index: int, name: str, again: Callable[[], Tensor]) -> None:
-        """Replace a streamed linear's parameter: from now on `again` returns its values."""
-        self._keepers[index].keep_changed(name, again)
+        return frozenset(streaming.streamed(self.blocks[index]) if index in self.keepers else ())
 
     def part(self, index: int, local: str) -> nn.Module:
         """Return module `local` of a loaded block with its weights in memory."""
@@ -268,10 +260,9 @@ class Skeleton:
         packed tensors of a streamed expert whenever it is read again; None: they stay in memory.
         """
         self.part(spec.block, spec.local)
-        stored = f"{spec.name}.weight"
-        if keeper := self._keepers.get(spec.block):
-            keeper.keep(spec.local, layout, stored, again or partial(dict, packed))
-        return self._installer.install(self.blocks[spec.block], spec.local, layout, packed, stored)
+        if keeper := self.keepers.get(spec.block):
+            keeper.keep(spec.local, layout, spec.name, again or partial(dict, packed))
+        return self._loader.install(self.blocks[spec.block], spec.local, layout, packed, spec.name)
 
     def free_block(self, index: int) -> None:
         """Release the memory of block `index`; its parameters return to the meta device. If
@@ -281,13 +272,17 @@ class Skeleton:
             self.model.get_output_embeddings().weight = head.weight
             head.weight = nn.Parameter(head.weight.to("meta"), requires_grad=False)
             return
-        if keeper := self._keepers.pop(index, None):
+        if keeper := self.keepers.pop(index, None):
             keeper.close()
-        self._installer.free(self.blocks[index])
+        loading.free(self.blocks[index])
 
     def stored_dtype(self, index: int, local: str) -> torch.dtype:
         """Return the stored dtype of a parameter of block `index`; for a packed linear, the model's own."""
-        return self._reader.stored_dtype(self.names.stored_of(index, local))
+        stored, checkpoint = self.names.stored_of(index, local), self.checkpoint
+        if checkpoint.is_quantized(stored):
+            declared = checkpoint.config.dtype
+            return declared if isinstance(declared, torch.dtype) else self.dtype
+        return DTYPES.get(checkpoint.infos[stored].dtype, self.dtype)
 
     def as_stored(self, index: int, local: str) -> tuple[str, Tensor]:
         """Return a parameter of block `index` as the checkpoint stores it: its stored name and its values."""

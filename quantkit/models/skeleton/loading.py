@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from quantkit.errors import DamagedError, require
 from quantkit.grids.grid import is_finite
 from quantkit.layouts import Layout, naming_errors
-from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.reading import DTYPES
+from quantkit.models.files.checkpoint import Checkpoint, PackedLinear
 from quantkit.models.machine import processor
 from quantkit.models.machine.device import is_accelerator, pinned
 from quantkit.models.machine.memory import return_freed_pages
@@ -24,18 +23,17 @@ READERS = 4  # threads that read a block for an accelerator
 
 @dataclass(frozen=True)
 class FetchedBlock:
-    """A block in host memory. tensors: by name in the block. parts: stored tensors of each packed linear, in
-    `layout`. stored: the packed linears' stored names."""
+    """A block in host memory. tensors: by name in the block. packed: stored tensors of each packed linear, in
+    `layout`, by the name of its weight in the block."""
 
     tensors: dict[str, Tensor]
-    parts: dict[str, dict[str, Tensor]]
-    stored: dict[str, str]
+    packed: dict[str, PackedLinear]
     layout: Layout | None
 
 
 @dataclass(frozen=True)
-class Reader:
-    """Reads tensors from `checkpoint` for a model that computes in `dtype` on `device`."""
+class Loader:
+    """Loads tensors from `checkpoint` into a model that computes in `dtype` on `device`."""
 
     names: Names
     checkpoint: Checkpoint
@@ -71,10 +69,10 @@ class Reader:
         full = {name: self.names.of_block(index, name) for name in expected}
         stored = {name: self.names.stored[f] for name, f in full.items() if f in self.names.stored}
         linears = {f"{n}.weight" for n, module in block.named_modules() if isinstance(module, nn.Linear)}
-        codes = {n: key for n, key in stored.items() if self.checkpoint.is_quantized(key) and n in linears}
-        packed = {} if decoded else codes
+        coded = {n for n in linears & stored.keys() if self.checkpoint.is_quantized(stored[n])}
+        coded = set() if decoded else coded
         order = sorted(expected, key=lambda name: self.offset(full[name]))
-        plain = [n for n in order if (n in stored and n not in packed) or full[n] in self.names.joined]
+        plain = [n for n in order if (n in stored and n not in coded) or full[n] in self.names.joined]
         fetch = lambda name: pinned(self.read(full[name], expected[name]), self.device)  # noqa: E731
         if is_accelerator(self.device):  # which computes faster than one core reads, checks and pins
             with ThreadPoolExecutor(READERS) as pool:
@@ -82,10 +80,10 @@ class Reader:
         else:
             fetched = map(fetch, plain)
         tensors = dict(zip(plain, fetched, strict=True))
-        parts = {name: self.checkpoint.parts(packed[name]) for name in order if name in packed}
-        for stored_parts in parts.values():
-            stored_parts.update({part: pinned(t, self.device) for part, t in stored_parts.items()})
-        return FetchedBlock(tensors, parts, packed, self.checkpoint.layout)
+        packed = {name: self.checkpoint.parts(stored[name]) for name in order if name in coded}
+        for parts in packed.values():
+            parts.update({part: pinned(tensor, self.device) for part, tensor in parts.items()})
+        return FetchedBlock(tensors, packed, self.checkpoint.layout)
 
     def offset(self, name: str) -> tuple[str, int]:
         """Return file and offset of the model's tensor `name`: a sort key for reading sequentially."""
@@ -94,72 +92,61 @@ class Reader:
         infos = [self.checkpoint.infos[part] for part in parts if part in self.checkpoint.infos]
         return min(((str(info.file), info.offset) for info in infos), default=("", 0))
 
-    def stored_dtype(self, stored: str) -> torch.dtype:
-        """Return the stored dtype of a parameter; for a packed one, the model's own."""
-        if self.checkpoint.is_quantized(stored):
-            declared = self.checkpoint.config.dtype
-            return declared if isinstance(declared, torch.dtype) else self.dtype
-        return DTYPES.get(self.checkpoint.infos[stored].dtype, self.dtype)
-
-
-class Installer:
-    """Puts weights, in `dtype` on `device`, into blocks on the meta device."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device):
-        self._dtype = dtype
-        self._device = device
-        self._replaced: dict[
-            tuple[nn.Module, str], nn.Module
-        ] = {}  # linears that modules of a layout replace
-
     def load(self, block: nn.Module, fetched: FetchedBlock) -> None:
         """Put all tensors of `fetched` into the block."""
-        state = {name: tensor.to(self._device, non_blocking=True) for name, tensor in fetched.tensors.items()}
+        state = {name: tensor.to(self.device, non_blocking=True) for name, tensor in fetched.tensors.items()}
         block.load_state_dict(state, strict=False, assign=True)
         block.requires_grad_(False)
-        for name, parts in fetched.parts.items():
-            local = name.removesuffix(".weight")
-            stored = fetched.stored[name]
-            with naming_errors(stored.removesuffix(".weight"), parts):
-                self.install(block, local, fetched.layout, self.placed(parts), stored)
+        for name, parts in fetched.packed.items():
+            with naming_errors(parts.linear, parts):
+                local = name.removesuffix(".weight")
+                self.install(block, local, fetched.layout, self.placed(parts), parts.linear)
 
     def placed(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """Move the tensors of a dict to the device, in place, and return the dict."""
         for part, tensor in parts.items():
-            parts[part] = tensor.to(self._device)
+            parts[part] = tensor.to(self.device)
         return parts
 
     def install(
         self, block: nn.Module, local: str, layout: Layout, parts: dict[str, Tensor], stored: str
     ) -> Tensor:
-        """Make a linear compute with packed parts, and return its decoded weight; see `Skeleton.install`."""
-        linear = block.get_submodule(local)
-        layout = layout.at(stored.removesuffix(".weight"))
-        values = layout.values(parts).to(self._dtype)
-        values = checked(values, linear.weight.shape, stored).to(self._device)
+        """Make a linear compute with packed parts, and return its decoded weight; see `Skeleton.install`.
+        stored: name of the linear in the checkpoint."""
+        linear, layout = _restored(block, local), layout.at(stored)
+        values = layout.values(parts).to(self.dtype)
+        values = checked(values, linear.weight.shape, f"{stored}.weight").to(self.device)
         module = layout.module(parts, linear.bias, values, processor.has_int8_products())
         if module is None:
             linear.weight = nn.Parameter(values, requires_grad=False)
         else:
-            self._replaced[block, local] = linear
-            block.set_submodule(local, module.to(self._device))
+            module.__dict__["replaced"] = linear  # not a child: it has no part in the computation
+            block.set_submodule(local, module.to(self.device))
         return values
 
-    def give_up(self, block: nn.Module, local: str) -> None:
-        """Release one linear: the original module returns to its place, with parameters on meta."""
-        if (block, local) in self._replaced:
-            block.set_submodule(local, self._replaced.pop((block, local)))
-        linear = block.get_submodule(local)
-        for name, parameter in list(linear.named_parameters(recurse=False)):
-            setattr(linear, name, nn.Parameter(parameter.to("meta"), requires_grad=False))
 
-    def free(self, block: nn.Module) -> None:
-        """Release a block's memory to the system; its parameters return to the meta device."""
-        for key in [key for key in self._replaced if key[0] is block]:
-            block.set_submodule(key[1], self._replaced.pop(key))
-        state = {name: parameter.to("meta") for name, parameter in block.named_parameters()}
-        block.load_state_dict(state, strict=False, assign=True)
-        return_freed_pages()
+def give_up(block: nn.Module, local: str) -> None:
+    """Release one linear: the original module returns to its place, with parameters on meta."""
+    linear = _restored(block, local)
+    for name, parameter in list(linear.named_parameters(recurse=False)):
+        setattr(linear, name, nn.Parameter(parameter.to("meta"), requires_grad=False))
+
+
+def free(block: nn.Module) -> None:
+    """Release a block's memory to the system; its parameters return to the meta device."""
+    for local in [name for name, module in block.named_modules() if "replaced" in vars(module)]:
+        _restored(block, local)
+    state = {name: parameter.to("meta") for name, parameter in block.named_parameters()}
+    block.load_state_dict(state, strict=False, assign=True)
+    return_freed_pages()
+
+
+def _restored(block: nn.Module, local: str) -> nn.Module:
+    """Put a linear back in the place of a layout's module, if there is one, and return the linear."""
+    module = block.get_submodule(local)
+    if "replaced" in vars(module):
+        block.set_submodule(local, vars(module)["replaced"])
+    return block.get_submodule(local)
 
 
 def _state(block: nn.Module, names: Collection[str] | None) -> dict[str, Tensor]:

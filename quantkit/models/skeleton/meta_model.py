@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import transformers
@@ -25,7 +26,7 @@ BUFFER_BYTES = 4 << 30  # limit of buffers, which depend on the configuration al
 def build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Return the model on the meta device, but with real buffers: checkpoints lack rotary frequencies."""
     model = empty(checkpoint.config, checkpoint.source, dtype, checkpoint.trust_remote_code)
-    try:
+    with _explained(checkpoint.source):
         nbytes = sum(buffer.nbytes for buffer in model.buffers())
         if nbytes > BUFFER_BYTES:
             raise ValueError(f"its buffers take {nbytes / 2**30:,.1f} GiB")
@@ -41,11 +42,7 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> n
         for name, buffer in list(model.named_buffers()):
             owner, _, leaf = name.rpartition(".")
             model.get_submodule(owner)._buffers[leaf] = buffer.to(device)
-        return model.eval()
-    except (MemoryError, QuantkitError):
-        raise
-    except Exception as error:  # sizes and kinds that do not go together raise many types
-        raise _no_model(checkpoint.source, error) from error
+    return model.eval()
 
 
 def empty(
@@ -62,7 +59,7 @@ def empty(
     alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and text is config
     wrapped = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and not alone
     kind = transformers.AutoModelForMultimodalLM if wrapped else transformers.AutoModelForCausalLM
-    try:
+    with _explained(source):
         if config.is_encoder_decoder or text.is_encoder_decoder:
             raise ValueError("its language model is an encoder and a decoder")
         with torch.device("meta"):
@@ -71,21 +68,25 @@ def empty(
         roles = {getattr(module, "is_decoder", None) for module in model.modules()} - {None}
         if roles == {False} and not wrapped:  # towers may be encoders
             raise ValueError("it is an encoder, whose tokens see later ones (is_decoder is false)")
-        return model
+    return model
+
+
+@contextmanager
+def _explained(source: str) -> Iterator[None]:
+    """Turn errors of building a model into QuantkitError: sizes that do not go together raise many types."""
+    try:
+        yield
     except (MemoryError, QuantkitError):
         raise
-    except Exception as error:  # ValueError, KeyError, ZeroDivisionError, …
-        raise _no_model(source, error) from error
-
-
-def _no_model(source: str, error: Exception) -> QuantkitError:
-    why = first_line(error) if isinstance(error, (ValueError, ImportError)) else f"{error!r:.300}"
-    return QuantkitError(
-        f"{source} is not a causal language model that transformers {transformers.__version__} knows: {why}",
-        hint="quantkit compresses decoder-only models (…ForCausalLM), and those that other modalities "
-        "are wrapped around",
-        exit_code=UNSUPPORTED,
-    )
+    except Exception as error:
+        why = first_line(error) if isinstance(error, (ValueError, ImportError)) else f"{error!r:.300}"
+        library = f"transformers {transformers.__version__}"
+        raise QuantkitError(
+            f"{source} is not a causal language model that {library} knows: {why}",
+            hint="quantkit compresses decoder-only models (…ForCausalLM), and those that other modalities "
+            "are wrapped around",
+            exit_code=UNSUPPORTED,
+        ) from error
 
 
 def language_model(model: nn.Module, checkpoint: Checkpoint) -> str:

@@ -21,7 +21,7 @@ from quantkit.layouts import Layout
 from quantkit.models.machine import expert_share
 from quantkit.models.machine.device import free_memory, is_accelerator
 from quantkit.models.machine.memory import return_freed_pages
-from quantkit.models.skeleton.loading import Installer, Reader
+from quantkit.models.skeleton.loading import Loader, give_up
 
 Parts = dict[str, Tensor]
 T = TypeVar("T")
@@ -62,12 +62,10 @@ def pays(blocks: Sequence[nn.Module], element: int, device: torch.device) -> boo
 
 
 class Keeper:
-    """Provides the experts' linears of a loaded block, read from `reader`; packed ones decoded if
-    `decoded`."""
+    """Provides the experts' linears of a loaded block; packed ones decoded if `decoded`."""
 
-    def __init__(self, index: int, block: nn.Module, reader: Reader, installer: Installer, decoded: bool):
-        self._index, self._block, self._decoded = index, block, decoded
-        self._reader, self._installer = reader, installer
+    def __init__(self, index: int, block: nn.Module, loader: Loader, decoded: bool):
+        self._index, self._block, self._loader, self._decoded = index, block, loader, decoded
         linears = streamed(block)
         self._names = {module: local for local, module in linears.items()}
         shapes = [(local, module.out_features, module.in_features) for local, module in linears.items()]
@@ -104,17 +102,17 @@ class Keeper:
             f"{local}.{name}" for name, _ in self._block.get_submodule(local).named_parameters()
             if not (kept and name == "weight")
         ]  # fmt: skip
-        fetched = self._reader.block(self._index, self._block, self._decoded, names)
+        fetched = self._loader.block(self._index, self._block, self._decoded, names)
         for name in self._changed.keys() & names:
-            fetched.tensors[name] = self._changed[name]().to(self._reader.dtype)
-        self._installer.load(self._block, fetched)
+            fetched.tensors[name] = self._changed[name]().to(self._loader.dtype)
+        self._loader.load(self._block, fetched)
         if kept:
             layout, stored, again = kept
-            self._installer.install(self._block, local, layout, self._installer.placed(again()), stored)
+            self._loader.install(self._block, local, layout, self._loader.placed(again()), stored)
 
     def _give_up(self, local: str) -> None:
         self._given_up += self._loaded.pop(local).weight.nbytes
-        self._installer.give_up(self._block, local)
+        give_up(self._block, local)
         if self._given_up > expert_share.EXPERT_HOLES:
             self._given_up = 0
             return_freed_pages()
@@ -124,7 +122,7 @@ class Keeper:
         self._installed[local] = layout, stored, again
 
     def keep_changed(self, name: str, again: Callable[[], Tensor]) -> None:
-        """Replace a parameter of a streamed linear: from now on `again` returns its values."""
+        """Replace a parameter of a linear: from now on `again` returns its values."""
         self._changed[name] = again
 
     def lend(self, linears: Sequence[str]) -> None:
@@ -140,7 +138,7 @@ class Keeper:
         for local in list(self._loaded):
             self._give_up(local)
         for local in self._lent:
-            self._installer.give_up(self._block, local)
+            give_up(self._block, local)
             self._block.get_submodule(local).keeper = self
         self._lent = []
 

@@ -19,7 +19,7 @@ from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.files import card, checksums, gguf_shards, safetensors_folder
 from quantkit.models.files.checkpoint import MANIFEST, Checkpoint
 from quantkit.models.files.headers import open_contents
-from quantkit.models.files.reading import Slice, stacked
+from quantkit.models.files.reading import Computed, stacked
 from quantkit.models.files.safetensors_folder import TensorInfo, read_json
 from quantkit.models.machine.device import machine_of
 from quantkit.models.skeleton import Skeleton
@@ -116,7 +116,7 @@ class Output:
         for name, content in material.files.items():
             write_json(place / name, content)
         copied = self.copied(material)
-        written = {"files": checksums.of_folder(place, ())}
+        written = {"files": checksums.of_folder(place)}
         write_json(place / MANIFEST, draft.manifest | written | ({"copied": copied} if copied else {}))
 
     def describe(self, draft: Draft, summary: Summary) -> None:
@@ -142,11 +142,11 @@ def _as_stored(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> dict[
     again."""
     layers: dict[str, list[str]] = {}
     for name, info in checkpoint.infos.items():
-        if isinstance(info, Slice):
+        if isinstance(info, Computed) and info.whole:
             layers.setdefault(re.sub(r"\.\d+\.(?!.*\.\d+\.).*", "", name), []).append(name)
     tensors = dict(infos)
     for names in layers.values():
-        if all(isinstance(infos.get(name), Slice) for name in names):
+        if all(infos.get(name) is checkpoint.infos[name] for name in names):
             for name in names:
                 whole = tensors.pop(name).whole
                 tensors[whole.name] = whole

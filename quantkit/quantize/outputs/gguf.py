@@ -24,11 +24,11 @@ from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.grids.ggml import TYPES, named
 from quantkit.layouts import Layout, LinearSpec, Statistic
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, separate_scale, vanished
-from quantkit.models.files import card, checksums, gguf_shards, reading
+from quantkit.models.files import card, checksums, gguf_shards, gguf_writer, reading
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.gguf_writer import Entry, in_files, in_shards
 from quantkit.models.files.headers import LOSS
-from quantkit.models.files.reading import Rewritten
+from quantkit.models.files.reading import Computed
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.gguf.checkpoint import PLAIN
 from quantkit.models.gguf.imatrix import Imatrix
@@ -106,7 +106,7 @@ class GgufOutput(Output):
                 if info and info.dtype != type and target.part is None:
                     stored = type, info.shape, info.file, info.offset, info.nbytes
                     values = partial(_narrow, target, type, checkpoint, name)
-                    infos[name] = Rewritten(name, *stored, values)
+                    infos[name] = Computed(name, *stored, values)
         return replace(checkpoint, infos=checkpoint.infos | infos) if infos else checkpoint
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
@@ -221,14 +221,14 @@ class GgufOutput(Output):
             progress.counting("writing tensors", len(self.targets), len(self.targets))
         for draft in drafts:
             for path in gguf_shards.existing(draft.place):
-                checksums.seal(path)
+                gguf_writer.seal(path)
 
     def describe(self, draft: Draft, summary: Summary) -> None:
         """Add the loss, and write the model card next to the file, unless a card that quantkit did not write
         is there."""
         place = gguf_shards.first(draft.place)
         if summary.loss:
-            checksums.fill(place, LOSS, json.dumps(asdict(summary.loss), ensure_ascii=False))
+            gguf_writer.fill(place, LOSS, json.dumps(asdict(summary.loss), ensure_ascii=False))
         made = model_card(place, draft.material, draft.manifest, summary)
         card.write_own(card.path_of(Path(summary.output)), *made)
 

@@ -59,7 +59,7 @@ class ExpertByExpert:
                 self._lend(expert)
         finally:
             if self._away:
-                self._measuring.skeleton.lend(self._block.index, ())
+                self._measuring.skeleton.keepers[self._block.index].lend(())
         self._routed.clear()
         advance(self._measuring.outputs())
 
@@ -77,7 +77,7 @@ class ExpertByExpert:
 
                 def keep(module: Experts, args: tuple, kwargs: dict, batches: list[Routed] = batches) -> None:
                     routed = module.routed(*args, **kwargs)
-                    batches.append(replace(routed, hidden=routed.hidden.to(home, copy=True)))
+                    batches.append(routed._replace(hidden=routed.hidden.to(home, copy=True)))
 
                 stack.callback(layer.register_forward_pre_hook(keep, with_kwargs=True).remove)
         return stack
@@ -89,14 +89,15 @@ class ExpertByExpert:
 
     def _tokens(self, site: Site) -> int:
         layer, number = self._layer(site)
-        return sum(routed.count(number) for routed in self._routed[layer]) if site.pool else 0
+        return sum(len(routed.rows[number]) for routed in self._routed[layer]) if site.pool else 0
 
     def _lend(self, expert: str) -> dict[Site, SiteStatistics]:
         """Load an expert into memory and finish its transform. Returns the statistics of its sites."""
         measuring, block = self._measuring, self._block
         skeleton, index = measuring.skeleton, block.index
         linears = [name for name in block.specs if name in self._away and expert_of(name) == expert]
-        skeleton.lend(index, linears)
+        keeper = skeleton.keepers[index]
+        keeper.lend(linears)
         sites = [site for site in block.chosen if site.linears and self._expert(site) == expert]
         view = replace(measuring.view({site: self._gathered(site) for site in sites}), away=frozenset())
         with measuring.timings("transform"):
@@ -104,7 +105,7 @@ class ExpertByExpert:
         for name in sorted(inner.changed):
             stored, tensor = skeleton.as_stored(index, name)
             self._parts.add({stored: tensor.contiguous()})
-            skeleton.keep_changed(index, name, partial(self._parts.tensor, stored))
+            keeper.keep_changed(name, partial(self._parts.tensor, stored))
         for name, facts in inner.facts.items():
             self.transformed.report(name, **facts)
         self.transformed.row_factors.update(inner.row_factors)
