@@ -8,7 +8,7 @@ import transformers as hf
 from families import FAMILIES, GATED, GROUPED
 from published import CONFIGS
 
-from quantkit.capacity import formats, source
+from quantkit.capacity import Unsupported, formats, source
 from quantkit.models.gguf import architectures, mixtures, tensors
 from quantkit.models.gguf.file_types import Model
 from quantkit.models.gguf.variants import kv_heads
@@ -117,8 +117,10 @@ def test_gguf_tensors_are_those_of_the_exporter(name):
             for t, c in zip(targets, choices, strict=True)
             if c.type != "F32" and t.name.startswith("blk.")
         )
-        expected = (total, packed + sum(scales), total - sum(tables), weights)
-        assert formats.file_bytes(file_type, found, settings) == expected
+        packed += sum(scales)
+        bits, stream_bits = 8 * total / found.count, 8 * packed / weights
+        expected = formats.Weights(total, packed, total - sum(tables), bits, stream_bits)
+        assert formats.weights(file_type, found, settings) == expected
 
 
 def test_llama_2_7b_in_gguf():
@@ -144,13 +146,10 @@ def test_mixtral_8x7b_in_gguf():
 def test_what_a_format_cannot_hold_is_said():
     settings, gpt2 = source.from_config(CONFIGS["gpt2"])
     assert formats.weights("gptq", gpt2, settings).bytes
-    refused = formats.weights("awq", gpt2, settings)
-    assert (
-        refused.bytes is None
-        and refused.reason
-        == "awq's clients replace nn.Linear alone, and this is a Conv1D: use gptq (48 linears)"
-    )
+    refused = r"awq's clients replace nn.Linear alone, and this is a Conv1D: use gptq \(48 linears\)"
+    with pytest.raises(Unsupported, match=refused):
+        formats.weights("awq", gpt2, settings)
     settings, narrow = source.from_config(CONFIGS["Llama-2-7b"] | {"intermediate_size": 11000})
-    found = formats.weights("mlx", narrow, settings)
-    assert found.reason == "11000 columns do not split into groups of 64 (32 linears)"
+    with pytest.raises(Unsupported, match=r"11000 columns do not split into groups of 64 \(32 linears\)"):
+        formats.weights("mlx", narrow, settings)
     assert formats.weights("int8", narrow, settings).bytes

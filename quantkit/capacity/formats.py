@@ -19,7 +19,7 @@ from quantkit.capacity import Unsupported
 from quantkit.capacity.parameters import MOST_EXPERTS, Parameters, Tensor
 from quantkit.capacity.settings import Settings
 from quantkit.errors import count, name_all, one_of
-from quantkit.layouts import Layout, LinearSpec, spec_of_shape
+from quantkit.layouts import Layout, spec_of_shape
 from quantkit.models.files.head import EMBEDDING, HEAD
 from quantkit.models.gguf import architectures, mixtures
 from quantkit.models.gguf.architectures import Architecture
@@ -46,20 +46,18 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class Weights:
-    """Sizes of a model in one format. bytes: of all tensors; None if the format cannot store the model.
+    """Sizes of a model in one format. bytes: of all tensors. packed_bytes: of the blocks' linears.
 
-    reason: why it cannot. packed_bytes: of the blocks' linears. read_bytes: bytes that decoding one token
-    reads, without embedding tables and experts not chosen; None if the number of chosen experts is unknown.
-    bits_per_weight: mean over all parameters. stream_bits: bits per weight of the blocks' linears, with
-    scales of groups but not of whole rows.
+    read_bytes: bytes that decoding one token reads, without embedding tables and experts not chosen; None if
+    the number of chosen experts is unknown. bits_per_weight: mean over all parameters. stream_bits: bits per
+    weight of the blocks' linears, with scales of groups but not of whole rows.
     """
 
-    bytes: int | None
+    bytes: int
     packed_bytes: int
     read_bytes: int | None
-    bits_per_weight: float | None
+    bits_per_weight: float
     stream_bits: float
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ class Packed:
 
     def nbytes(self, out_features: int, in_features: int) -> int:
         """Return the bytes of one packed linear."""
-        return self.layout.nbytes(self._spec("", out_features, in_features))
+        return self.layout.nbytes(spec_of_shape(out_features, in_features, self.method.width(in_features)))
 
     def tensor_bytes(self, tensor: Tensor) -> int:
         """Return a tensor's bytes in this format: linears of blocks are packed, and head and embedding if the
@@ -130,19 +128,15 @@ class Packed:
             reasons = (f"{why} ({count(number, 'linear')})" for why, number in refused.most_common())
             raise Unsupported(name_all(reasons, 2))
 
-    def _spec(self, name: str, out_features: int, in_features: int, conv1d: bool = False) -> LinearSpec:
-        width = self.method.width(in_features)
-        return LinearSpec(name, 0, name, out_features, in_features, width, conv1d=conv1d)
-
     def _unfit(self, tensor: Tensor) -> str | None:
-        spec = self._spec(tensor.local, tensor.out_features, tensor.in_features, tensor.conv1d)
-        size = spec.grid.group_size
-        if spec.in_features % size:
-            smaller = next((size for size in SMALLER_GROUPS if spec.in_features % size == 0), None)
+        columns, width = tensor.in_features, self.method.width(tensor.in_features)
+        if columns % width.group_size:
+            smaller = next((size for size in SMALLER_GROUPS if columns % size == 0), None)
             grouped = smaller and self.method.options.group_size
             fix = f"; --group-size {smaller} fits" if grouped else ""
-            return f"{spec.in_features} columns do not split into groups of {size}{fix}"
-        return self.layout.check(spec)
+            return f"{columns} columns do not split into groups of {width.group_size}{fix}"
+        spec = spec_of_shape(tensor.out_features, columns, width)
+        return self.layout.check(replace(spec, conv1d=tensor.conv1d))
 
 
 @cache
@@ -175,22 +169,19 @@ def computes(name: str) -> str:
 
 
 def weights(name: str, parameters: Parameters, settings: Settings) -> Weights:
-    """Return the sizes of a model in the format with this name."""
+    """Return the sizes of a model in the format with this name. Raises Unsupported, with the reason, if the
+    format cannot store the model."""
     if name == "bf16":
         return _by_tensor(parameters, settings, lambda tensor: 2 * tensor.size, 16.0)
     if name == STORED:
         return _by_tensor(parameters, settings, lambda tensor: tensor.in_file)
-    try:
-        if packed := _packed().get(name):
-            packed = packed.fitted(parameters)
-            packed.check(parameters, settings.model_type)
-            sizes = _by_tensor(parameters, settings, packed.tensor_bytes, packed.stream_bits)
-            kept = parameters.total(lambda tensor: tensor.nbytes if packed.stays(tensor) else 0)
-            return replace(sizes, packed_bytes=sizes.packed_bytes - kept)
-        total, linears, read, weights = file_bytes(name, parameters, settings)
-        return Weights(total, linears, read, 8 * total / parameters.count, 8 * linears / weights)
-    except Unsupported as error:
-        return Weights(None, 0, None, None, 0.0, str(error))
+    if packed := _packed().get(name):
+        packed = packed.fitted(parameters)
+        packed.check(parameters, settings.model_type)
+        sizes = _by_tensor(parameters, settings, packed.tensor_bytes, packed.stream_bits)
+        kept = parameters.total(lambda tensor: tensor.nbytes if packed.stays(tensor) else 0)
+        return replace(sizes, packed_bytes=sizes.packed_bytes - kept)
+    return _of_file(name, parameters, settings)
 
 
 def by_count(name: str, count: int, active: int) -> Weights:
@@ -234,13 +225,9 @@ def typical_bits(file_type: str, count: int) -> float:
     return json.loads(table)[file_type][count >= FEWEST_OF_LARGE]
 
 
-def file_bytes(file_type: str, parameters: Parameters, settings: Settings) -> tuple[int, int, int, int]:
-    """Return (bytes of all tensors with padding, bytes of the blocks' linears, bytes that decoding one token
-    reads, number of weights of the blocks' linears) of a model in a GGUF file of this type.
-
-    A token reads chosen experts and no embedding tables. Raises Unsupported for a family that llama.cpp or
-    quantkit's exporter does not know.
-    """
+def _of_file(file_type: str, parameters: Parameters, settings: Settings) -> Weights:
+    """Return the sizes of a model in a GGUF file of this type, tensors padded. Raises Unsupported for a
+    family that llama.cpp or quantkit's exporter does not know."""
     known = (family for family in architectures.TABLE if settings.model_type in family.model_types)
     family = next(known, None)
     if family is None:
@@ -266,7 +253,8 @@ def file_bytes(file_type: str, parameters: Parameters, settings: Settings) -> tu
             unread += padded
         elif "_exps." in name:
             unread += padded * (experts - chosen) // experts
-    return total, packed, total - unread, weights
+    bits_per_weight, stream_bits = 8 * total / parameters.count, 8 * packed / weights
+    return Weights(total, packed, total - unread, bits_per_weight, stream_bits)
 
 
 def _padded(nbytes: int) -> int:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from quantkit import layouts
-from quantkit.capacity import duration, formats, speed
+from quantkit.capacity import Unsupported, duration, formats, speed
 from quantkit.capacity.duration import model_of
 from quantkit.capacity.parameters import DTYPE_BYTES, TABLES, Tensor
 from quantkit.capacity.question import Question
@@ -56,9 +56,11 @@ def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
     """Return the JSON of one method's job."""
     parameters, settings, device = source.parameters, source.settings, question.single_device
     on_gpu, chosen = device is not None and device.kind == "cuda", methods.create(method)
-    work, weights = chosen.work, formats.weights(chosen.stored_as, parameters, settings)
-    if weights.reason:
-        return NOTHING | {"reason": weights.reason}
+    work = chosen.work
+    try:
+        weights = formats.weights(chosen.stored_as, parameters, settings)
+    except Unsupported as error:
+        return NOTHING | {"reason": str(error)}
     dtype = compute_dtype("float32" if parameters.quantized else settings.stored_dtype, on_gpu)
     memory = device.memory_bytes if device else room().nbytes
     if memory is not None and not on_gpu:
