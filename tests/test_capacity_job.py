@@ -29,7 +29,7 @@ def forecast(folder):
 
 def of_config(config: str | dict, device: str | None = None, **asked: int):
     config = CONFIGS[config] if isinstance(config, str) else config
-    found = source.Source("a model", *source.from_config(config), "config.json")
+    found = source.Source("a model", source.from_config(config), "config.json")
     return job.of_model(found, Question(gpu=device, **asked))
 
 
@@ -119,7 +119,7 @@ def test_a_job_that_needs_too_much_names_what_would_fit(monkeypatch):
     """Of `--samples`, after what the job chooses by itself."""
 
     monkeypatch.setattr(methods, "available", lambda: ["gptq"])
-    found = source.Source("a model", *source.from_config(CONFIGS["Llama-2-7b"]), "config.json")
+    found = source.Source("a model", source.from_config(CONFIGS["Llama-2-7b"]), "config.json")
 
     def with_room(gib: float) -> dict:
         nbytes = int(gib * 2**30) + job.INTERPRETER_BYTES
@@ -171,7 +171,7 @@ def test_predicted_time_of_a_measured_job(method, tokens, seconds):
 def test_a_token_costs_what_its_experts_cost():
     dense, sparse = (
         duration.model_of(
-            source.Source("", *source.from_config(CONFIGS[name]), ""), SPEED
+            source.Source("", source.from_config(CONFIGS[name]), ""), SPEED
         ) for name in ("Mistral-7B", "Mixtral-8x7B")
     )  # fmt: skip
     mlp = 3 * 4096 * 14336 * 32

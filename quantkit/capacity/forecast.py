@@ -34,7 +34,7 @@ def answer(
     require((model is None) != (params is None), "give either a model or --params", hint, USAGE)
     question.check()  # before the model is read
     if model is None:
-        counted = Source(None, None, None, "--params", (AS_IF_PACKED,), count=source.parse_count(params))
+        counted = Source(None, None, "--params", (AS_IF_PACKED,), count=source.parse_count(params))
         return of_source(counted, question)
     return of_source(source.read(model, revision, offline), question)
 
@@ -82,7 +82,7 @@ def _parameters(source: Source) -> dict[str, Any]:
     exact = bool(parameters) and parameters.exact
     return {
         "count": parameters.count if parameters else source.count[0],
-        "active": parameters.active(source.settings) if parameters else source.count[1],
+        "active": parameters.active if parameters else source.count[1],
         "exact": exact,
         "basis": source.basis,
         "stored_bytes": parameters.stored_bytes if exact else None,
@@ -99,7 +99,7 @@ def _in_format(
         if source.parameters is None:
             weights = formats.by_count(name, *source.count)
         else:
-            weights = formats.weights(name, source.parameters, source.settings)
+            weights = formats.weights(name, source.parameters)
     except Unsupported as error:
         return {"bytes": None, "bits_per_weight": None, "reason": str(error)}
     device, memory, each = question.device, question.memory, weights.stream_bits / 8

@@ -109,9 +109,9 @@ class Packed:
         corners = self.nbytes(high, high) - self.nbytes(high, low) - self.nbytes(low, high)
         return 8 * (corners + self.nbytes(low, low)) / low**2
 
-    def check(self, parameters: Parameters, model_type: str) -> None:
+    def check(self, parameters: Parameters) -> None:
         """Raise Unsupported, with the reasons, if a linear of the blocks cannot be packed."""
-        if reason := self.layout.check_model(model_type):
+        if reason := self.layout.check_model(parameters.settings.model_type):
             raise Unsupported(reason)
         if self.method.options.head and parameters.is_tied:
             raise Unsupported("head and embedding are one tensor")
@@ -168,20 +168,20 @@ def computes(name: str) -> str:
     return method.computes if method else BITS16
 
 
-def weights(name: str, parameters: Parameters, settings: Settings) -> Weights:
+def weights(name: str, parameters: Parameters) -> Weights:
     """Return the sizes of a model in the format with this name. Raises Unsupported, with the reason, if the
     format cannot store the model."""
     if name == "bf16":
-        return _by_tensor(parameters, settings, lambda tensor: 2 * tensor.size, 16.0)
+        return _by_tensor(parameters, lambda tensor: 2 * tensor.size, 16.0)
     if name == STORED:
-        return _by_tensor(parameters, settings, lambda tensor: tensor.in_file)
+        return _by_tensor(parameters, lambda tensor: tensor.in_file)
     if packed := _packed().get(name):
         packed = packed.fitted(parameters)
-        packed.check(parameters, settings.model_type)
-        sizes = _by_tensor(parameters, settings, packed.tensor_bytes, packed.stream_bits)
+        packed.check(parameters)
+        sizes = _by_tensor(parameters, packed.tensor_bytes, packed.stream_bits)
         kept = parameters.total(lambda tensor: tensor.nbytes if packed.stays(tensor) else 0)
         return replace(sizes, packed_bytes=sizes.packed_bytes - kept)
-    return _of_file(name, parameters, settings)
+    return _of_file(name, parameters)
 
 
 def by_count(name: str, count: int, active: int) -> Weights:
@@ -200,10 +200,7 @@ def by_count(name: str, count: int, active: int) -> Weights:
 
 
 def _by_tensor(
-    parameters: Parameters,
-    settings: Settings,
-    nbytes: Callable[[Tensor], int],
-    stream_bits: float | None = None,
+    parameters: Parameters, nbytes: Callable[[Tensor], int], stream_bits: float | None = None
 ) -> Weights:
     """Return sizes, given a function for the bytes of each tensor. stream_bits: by default computed."""
     total = parameters.total(nbytes)
@@ -211,7 +208,7 @@ def _by_tensor(
     if stream_bits is None:
         weights = parameters.total(lambda tensor: tensor.size if tensor.is_linear else 0)
         stream_bits = 8 * packed / weights if weights else 0.0
-    read = parameters.read(settings, nbytes)
+    read = parameters.read(nbytes)
     return Weights(total, packed, read, 8 * total / parameters.count, stream_bits)
 
 
@@ -225,9 +222,10 @@ def typical_bits(file_type: str, count: int) -> float:
     return json.loads(table)[file_type][count >= FEWEST_OF_LARGE]
 
 
-def _of_file(file_type: str, parameters: Parameters, settings: Settings) -> Weights:
+def _of_file(file_type: str, parameters: Parameters) -> Weights:
     """Return the sizes of a model in a GGUF file of this type, tensors padded. Raises Unsupported for a
     family that llama.cpp or quantkit's exporter does not know."""
+    settings = parameters.settings
     known = (family for family in architectures.TABLE if settings.model_type in family.model_types)
     family = next(known, None)
     if family is None:

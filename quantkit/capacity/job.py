@@ -54,14 +54,14 @@ def of_model(source: Source, question: Question) -> dict[str, Any]:
 
 def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
     """Return the JSON of one method's job."""
-    parameters, settings, device = source.parameters, source.settings, question.single_device
+    parameters, device = source.parameters, question.single_device
     on_gpu, chosen = device is not None and device.kind == "cuda", methods.create(method)
     work = chosen.work
     try:
-        weights = formats.weights(chosen.stored_as, parameters, settings)
+        weights = formats.weights(chosen.stored_as, parameters)
     except Unsupported as error:
         return NOTHING | {"reason": str(error)}
-    dtype = compute_dtype("float32" if parameters.quantized else settings.stored_dtype, on_gpu)
+    dtype = compute_dtype("float32" if parameters.quantized else source.settings.stored_dtype, on_gpu)
     memory = device.memory_bytes if device else room().nbytes
     if memory is not None and not on_gpu:
         memory = max(0, memory - INTERPRETER_BYTES)

@@ -78,14 +78,31 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Parameters:
-    """All parameters of a model. exact: whether they were read from headers, not derived from config.json.
-
-    blocks: number of decoder blocks, without blocks that predict further tokens.
-    """
+    """All parameters of a model. stated: the settings that config.json states. exact: whether the parameters
+    were read from headers, not derived from config.json."""
 
     tensors: tuple[Tensor, ...]
+    stated: Settings
     exact: bool
-    blocks: int
+
+    @cached_property
+    def settings(self) -> Settings:
+        """Return the settings, with missing head sizes filled in from the stored projections."""
+        first, widths = self.projections[0], self.key_value_widths(fused=True)
+        heads = self.stated.filled(*HEADS) if widths and "attn_output" in first else None
+        if type(heads) is not int or heads < 1:
+            return self.stated
+        head_dim = self.stated.size("head_dim", default=max(1, first["attn_output"].in_features // heads))
+        values = {"head_dim": head_dim, "num_attention_heads": heads}
+        kv_heads = min(widths) // (2 * head_dim)
+        if kv_heads > 0 and ("attn_qkv" in first or self.stated.get("num_key_value_heads") is None):
+            values["num_key_value_heads"] = kv_heads
+        return replace(self.stated, values={**self.stated.values, **values})
+
+    @cached_property
+    def blocks(self) -> int:
+        """Return the number of decoder blocks, without blocks that predict further tokens."""
+        return self.stated.layers
 
     @cached_property
     def linears(self) -> list[Tensor]:
@@ -135,10 +152,11 @@ class Parameters:
         """Return True if some tensors are stored as codes and scales."""
         return any(tensor.stored_nbytes is not None for tensor, *_ in self.groups)
 
-    def active(self, settings: Settings) -> int | None:
+    @property
+    def active(self) -> int | None:
         """Return the number of parameters used per token, with chosen experts only; None if config.json does
         not say how many experts are chosen."""
-        return self.read(settings, lambda tensor: tensor.size, tables=True)
+        return self.read(lambda tensor: tensor.size, tables=True)
 
     @cached_property
     def projections(self) -> list[dict[str, Tensor]]:
@@ -169,7 +187,7 @@ class Parameters:
         """Return the sum of `amount` over all tensors."""
         return sum(count * amount(tensor) for tensor, _, count in self.groups)
 
-    def read(self, settings: Settings, amount: Callable[[Tensor], int], tables: bool = False) -> int | None:
+    def read(self, amount: Callable[[Tensor], int], tables: bool = False) -> int | None:
         """Return the sum of `amount` over the tensors that a token reads, with the share of experts that is
         chosen; None if this share is unknown.
 
@@ -181,9 +199,9 @@ class Parameters:
         everything = sums["read"] + (sums["table"] if tables else 0)
         if not sums["expert"]:
             return everything
-        if settings.filled(*ROUTED) is None or settings.filled(*EXPERTS) is None:
+        if self.stated.filled(*ROUTED) is None or self.stated.filled(*EXPERTS) is None:
             return None
-        chosen, of = (settings.size(*names, most=MOST_EXPERTS) for names in (ROUTED, EXPERTS))
+        chosen, of = (self.stated.size(*names, most=MOST_EXPERTS) for names in (ROUTED, EXPERTS))
         return everything + sums["expert"] * chosen // of
 
     @cached_property
@@ -208,33 +226,13 @@ class Parameters:
         return [(tensor, key[0], counts[key]) for key, tensor in first.items()]
 
 
-def from_headers(
-    infos: Iterable[TensorInfo | Tensor], settings: Settings, exact: bool = True
-) -> tuple[Parameters, Settings]:
-    """Return the parameters, and the settings with missing head sizes filled in from their shapes.
-
-    Raises QuantkitError if the stored blocks do not match the configuration's number of layers.
-    """
+def from_headers(infos: Iterable[TensorInfo | Tensor], settings: Settings, exact: bool = True) -> Parameters:
+    """Return the parameters. Raises QuantkitError if the stored blocks do not match the configuration's
+    number of layers."""
     infos = sorted((i for i in infos if not BUFFER.search(i.name)), key=lambda info: natural(info.name))
     blocks = _find_blocks([info.name for info in infos], settings)
     conv1d = settings.model_type in CONV1D_FAMILIES
-    tensors = tuple(_tensor(info, blocks, conv1d) for info in infos)
-    parameters = Parameters(tensors, exact, settings.layers)
-    return parameters, _with_heads(settings, parameters)
-
-
-def _with_heads(settings: Settings, parameters: Parameters) -> Settings:
-    """Return the settings with head width and number of key/value heads from the stored projections."""
-    first, widths = parameters.projections[0], parameters.key_value_widths(fused=True)
-    heads = settings.filled(*HEADS) if widths and "attn_output" in first else None
-    if type(heads) is not int or heads < 1:
-        return settings
-    head_dim = settings.size("head_dim", default=max(1, first["attn_output"].in_features // heads))
-    values = {"head_dim": head_dim, "num_attention_heads": heads}
-    kv_heads = min(widths) // (2 * head_dim)
-    if kv_heads > 0 and ("attn_qkv" in first or settings.get("num_key_value_heads") is None):
-        values["num_key_value_heads"] = kv_heads
-    return replace(settings, values={**settings.values, **values})
+    return Parameters(tuple(_tensor(info, blocks, conv1d) for info in infos), settings, exact)
 
 
 def _tensor(info: TensorInfo | Tensor, blocks: str, conv1d: bool) -> Tensor:
