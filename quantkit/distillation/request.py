@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -60,7 +59,8 @@ def output_of(request: Request) -> Path:
 
 
 def is_done(request: Request) -> bool:
-    """Return whether --resume has nothing to do: the output is finished, with the same options."""
+    """Return whether --resume has nothing to do: the output is finished, with models of the same names and
+    the same options."""
     output = output_of(request)
     if not request.resume or request.overwrite or Staging(output).folder.exists() or not output.exists():
         return False
@@ -68,9 +68,8 @@ def is_done(request: Request) -> bool:
     untrusted.check_schema(
         manifest, headers.MANIFEST_SCHEMA, f"{headers.MANIFEST} of {output}", "start with --overwrite"
     )
-    return (manifest.get("distilled") or {}).get("options") == as_read(request.options)
-
-
-def as_read(options: DistillOptions) -> dict:
-    """Return the options as JSON stores them."""
-    return json.loads(json.dumps(asdict(options)))
+    distilled = manifest.get("distilled") or {}
+    models = [model for key in ("teacher", "student") if isinstance(model := distilled.get(key), dict)]
+    names = [Path(name).name for name in (request.teacher, request.student)]
+    same = [model.get("name") for model in models] == names
+    return same and distilled.get("options") == asdict(request.options)
