@@ -8,7 +8,7 @@ import transformers as hf
 from families import FAMILIES, GATED, GROUPED
 from published import CONFIGS
 
-from quantkit.capacity import Unsupported, formats, source
+from quantkit.capacity import Unsupported, formats, gguf_tensors, source
 from quantkit.models.gguf import architectures, mixtures, tensors
 from quantkit.models.gguf.file_types import Model
 from quantkit.models.gguf.variants import kv_heads
@@ -56,11 +56,14 @@ def test_parameters_alone_in_gguf(params, file_type, gigabytes):
     assert bits == [4.82, 4.57, 4.55]
 
 
-def test_typical_bits_are_those_of_a_llama_3_8b():
-    llama = source.from_config(CONFIGS["Llama-3-8B"])
+def test_typical_bits_are_those_of_a_llama_3_8b(monkeypatch):
+    """The tensors are listed once for all file types."""
+    llama, listed, of_dense = source.from_config(CONFIGS["Llama-3-8B"]), [], gguf_tensors._of_dense
+    monkeypatch.setattr(gguf_tensors, "_of_dense", lambda *model: listed.append(model) or of_dense(*model))
     for name in formats.FILE_TYPES:
         bits = formats.weights(name, llama).bits_per_weight
         assert formats.typical_bits(name, llama.count) == round(bits, 2)
+    assert len(listed) == 1
 
 
 # ---- GGUF

@@ -9,31 +9,24 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from quantkit.capacity import Unsupported
+from quantkit.capacity import Unsupported, gguf_tensors
 from quantkit.capacity.parameters import MOST_EXPERTS, Parameters, Tensor
-from quantkit.capacity.settings import Settings
 from quantkit.errors import count, name_all, one_of
 from quantkit.layouts import Layout, spec_of_shape
 from quantkit.models.files.head import EMBEDDING, HEAD
-from quantkit.models.gguf import architectures, mixtures
-from quantkit.models.gguf.architectures import Architecture
+from quantkit.models.gguf import mixtures
 from quantkit.models.gguf.file_types import FILE_TYPES as ALL_FILE_TYPES
 from quantkit.models.gguf.file_types import Model
 from quantkit.quantize import methods
 from quantkit.quantize.methods import Method
 
-if TYPE_CHECKING:
-    from gguf import TensorNameMap
-
 ALIGNMENT = 32
 OUTSIDE = {"head": HEAD, "embedding": EMBEDDING}
-Named = Sequence[tuple[str, tuple[int, ...]]]  # GGUF name and shape of every tensor of a file, in its order
 FILE_TYPES = tuple(name for name in ALL_FILE_TYPES if name not in ("F32", "F16", "BF16"))
 FEWEST_OF_LARGE = 20_000_000_000  # parameters; models with more count as large
 SMALLER_GROUPS = (64, 32, 16)
@@ -225,19 +218,14 @@ def typical_bits(file_type: str, count: int) -> float:
 def _of_file(file_type: str, parameters: Parameters) -> Weights:
     """Return the sizes of a model in a GGUF file of this type, tensors padded. Raises Unsupported for a
     family that llama.cpp or quantkit's exporter does not know."""
-    settings = parameters.settings
-    known = (family for family in architectures.TABLE if settings.model_type in family.model_types)
-    family = next(known, None)
-    if family is None:
-        raise Unsupported(f"{settings.model_type} has no GGUF architecture that quantkit knows")
-    # the exporter joins and splits experts: its own list, from a model built of shapes alone
-    built = family.mixture or family.hybrid
-    named = settings.gguf_tensors if built else _of_dense(family, parameters)
+    file = gguf_tensors.of_model(parameters)
+    if isinstance(file, Unsupported):
+        raise file
+    (family, named), settings = file, parameters.settings
     keys = ("expert_count", "expert_used_count") if family.mixture else ()
     experts, chosen = [settings.size(family.fields[key], most=MOST_EXPERTS) for key in keys] or (0, 0)
     model = Model(family.name, settings.layers, settings.heads, settings.kv_heads, experts)
-    total = 0 if built else _factors(settings)
-    packed, weights, unread = 0, 0, 0
+    total, packed, weights, unread = 0, 0, 0, 0
     has_output = any(name == mixtures.OUTPUT for name, _ in named)
     for choice, (name, shape) in zip(mixtures.choose(file_type, model, named, True), named, strict=True):
         nbytes = mixtures.nbytes(choice.type, shape)
@@ -257,42 +245,3 @@ def _of_file(file_type: str, parameters: Parameters) -> Weights:
 
 def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _of_dense(family: Architecture, parameters: Parameters) -> Named:
-    """Return the GGUF names and shapes of a dense model's tensors, without importing transformers."""
-    import gguf
-
-    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.name)
-    names = gguf.get_tensor_name_map(arch, parameters.blocks)
-    named = []
-    for tensor in parameters.language_model:
-        shape = (tensor.out_features, tensor.in_features) if tensor.is_linear else tensor.shape
-        named.append((_name(tensor, names), shape))
-    if family.head == "never":
-        named = [(name, shape) for name, shape in named if name != mixtures.OUTPUT]
-    if family.head == "always" and parameters.is_tied:
-        embedding = next(shape for name, shape in named if name == mixtures.EMBEDDING)
-        named.append((mixtures.OUTPUT, embedding))
-    return sorted(named, key=lambda pair: mixtures.order(pair[0]))
-
-
-def _name(tensor: Tensor, names: TensorNameMap) -> str:
-    """Return the tensor's GGUF name, whatever stands before the part that the `gguf` package knows."""
-    parts = tensor.name.replace("blk.", "layers.").split(".")
-    tails = [".".join(parts[first:]) for first in range(len(parts) - 1)]
-    known = (
-        names.get_name(prefix + tail, (".weight", ".bias")) for tail in tails for prefix in ("", "model.")
-    )
-    return next(filter(None, known), f"output.{parts[-1]}" if HEAD.fullmatch(tensor.name) else tensor.name)
-
-
-def _factors(settings: Settings) -> int:
-    """Return the bytes of the tensors with factors for rotary frequencies; 0 if the model has none."""
-    rope = settings.get("rope_scaling", "rope_parameters", default={})
-    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
-    if kind == "llama3":
-        return _padded(settings.head_dim * 2)
-    if kind in ("longrope", "su"):
-        return 2 * _padded(4 * len(rope.get("long_factor") or ()))
-    return 0

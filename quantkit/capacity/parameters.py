@@ -76,7 +76,7 @@ class Tensor:
         return self.block is not None and bool(EXPERT.search(f".{self.local}"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Parameters:
     """All parameters of a model. stated: the settings that config.json states. exact: whether the parameters
     were read from headers, not derived from config.json."""
