@@ -185,8 +185,8 @@ class GgufSpace:
             equal.setdefault(key, []).extend([block] if unit.block is not None else [])
         patterns = []
         for (leaf, kind), numbers in sorted(equal.items()):
-            places = r"\d+" if len(numbers) == len(blocks) else f"({'|'.join(numbers)})"
-            prefix = rf"blk\.{places}\." if numbers else ""
+            index = r"\d+" if len(numbers) == len(blocks) else f"({'|'.join(numbers)})"
+            prefix = rf"blk\.{index}\." if numbers else ""
             patterns.append(f"^{prefix}{re.escape(leaf)}$={kind}")
         common = _bits(_most_frequent(units, choice))
         nearest = min(FILE_TYPES, key=lambda name: abs(_bits(FILE_TYPES[name].base) - common))
@@ -233,8 +233,8 @@ class GgufOutside:
         if head:
             material, grid, tied = job.material, named(chosen.name), target.name == EMBEDDING
             layout, solver = material.layout, job.method.solver
-            found, _ = solved_rows(weight, grid, layout, material, solver, self._statistics, tied)
-            rows = found[layout.marker]
+            tensors, _ = solved_rows(weight, grid, layout, material, solver, self._statistics, tied)
+            rows = tensors[layout.marker]
         else:
             rows = encode_rows(chosen.name, weight, None)
         values = decode_rows(chosen.name, rows, weight.shape[1])
@@ -254,9 +254,9 @@ class GgufOutside:
     def replaced(self, unit: Unit) -> AbstractContextManager[None]:
         """Return a context in which the model computes with the solved weights."""
         model, target = self._job.skeleton.model, self._targets[unit.name]
-        own = {name for other in self._targets.values() for name in other.parameters}
+        stored = {name for other in self._targets.values() for name in other.parameters}
         (name,) = target.parameters
-        twins = {a for pair in model.all_tied_weights_keys.items() if name in pair for a in pair} - own
+        twins = {a for pair in model.all_tied_weights_keys.items() if name in pair for a in pair} - stored
         return exchanged(model, dict.fromkeys((name, *twins), self._values[unit.name]))
 
 

@@ -62,14 +62,15 @@ def of_block(measuring: Measuring, transform: ColumnScaling | None) -> Scales:
 @contextmanager
 def exchanged(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Replace parameters of a module by name during the context; names with one tensor stay tied."""
-    places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in parameters]
-    before = [getattr(owner, leaf) for owner, leaf in places]
+    paths = [name.rpartition(".") for name in parameters]
+    owners = [(module.get_submodule(path), leaf) for path, _, leaf in paths]
+    before = [getattr(owner, leaf) for owner, leaf in owners]
     made: dict[int, nn.Parameter] = {}
     try:
-        for (owner, leaf), own, values in zip(places, before, parameters.values(), strict=True):
-            moved = values.to(own.device, own.dtype)
+        for (owner, leaf), parameter, values in zip(owners, before, parameters.values(), strict=True):
+            moved = values.to(parameter.device, parameter.dtype)
             setattr(owner, leaf, made.setdefault(id(values), nn.Parameter(moved, requires_grad=False)))
         yield
     finally:
-        for (owner, leaf), own in zip(places, before, strict=True):
-            setattr(owner, leaf, own)
+        for (owner, leaf), parameter in zip(owners, before, strict=True):
+            setattr(owner, leaf, parameter)

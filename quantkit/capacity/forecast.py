@@ -94,7 +94,7 @@ def _in_format(
     name: str, source: Source, question: Question, caches: Sequence[LayerCache] | None, tokens: int
 ) -> dict[str, Any]:
     """Return the JSON of one format: bytes, whether it fits on the device, and bounds on its speed. caches:
-    counted for all sequences, None if unknown."""
+    None, and not counted, if unknown."""
     try:
         if source.parameters is None:
             weights = formats.by_count(name, *source.count)
@@ -104,11 +104,10 @@ def _in_format(
         return {"bytes": None, "bits_per_weight": None, "reason": str(error)}
     device, memory, each = question.device, question.memory, weights.stream_bits / 8
     computes = formats.computes(name)
-    read = paged = 0
-    if caches is not None:
-        read, paged = (
-            kv_cache.sequence_bytes(caches, tokens, question.kv_bytes, page) for page in (1, kv_cache.PAGE)
-        )
+    cached, paged = (
+        kv_cache.sequence_bytes(caches or (), tokens, question.kv_bytes, page) for page in (1, kv_cache.PAGE)
+    )
+    read_bytes = weights.read_bytes and weights.read_bytes + cached
     bandwidth = device and device.bandwidth_gbs and device.bandwidth_gbs * 1e9
     flops = device and device.tflops and device.peak(computes) * 1e12
     free = memory is not None and memory - weights.bytes
@@ -121,9 +120,7 @@ def _in_format(
         "computes": computes if device is None or computes in device.fewer else formats.BITS16,
         "optimal_batch": devices.optimal_batch(flops, bandwidth, each) if bandwidth and flops else None,
         "read_bytes": weights.read_bytes,
-        "tokens_per_second": devices.tokens_per_second(bandwidth, weights.read_bytes, read)
-        if bandwidth and weights.read_bytes
-        else None,
+        "tokens_per_second": bandwidth / read_bytes if bandwidth and read_bytes else None,
     }
 
 

@@ -243,7 +243,7 @@ def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:
 
 def _check_shapes(teacher: Skeleton, student: Student, request: Request) -> None:
     """Raise QuantkitError, with names, if parameters of the blocks differ in shape between the models."""
-    theirs, ours = (one.names.shapes for one in (teacher, student.skeleton))
+    theirs, ours = (skeleton.names.shapes for skeleton in (teacher, student.skeleton))
     inside = f"{teacher.names.blocks}."
     odd = [n for n in theirs | ours if n.startswith(inside) and theirs.get(n) != ours.get(n)]
     what = f"{request.teacher} and {request.student} differ: {name_all(odd, 3)}"

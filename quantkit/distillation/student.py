@@ -180,11 +180,11 @@ def vectors(module: nn.Module) -> list[str]:
     return names
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _equal(left: Tensor, right: Tensor) -> bool:
     """Return whether two tensors are equal; 8-bit floats are compared as bytes."""
-    if one.dtype != other.dtype or one.shape != other.shape:
+    if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    return one.view(torch.uint8).equal(other.view(torch.uint8)) if one.itemsize == 1 else one.equal(other)
+    return left.view(torch.uint8).equal(right.view(torch.uint8)) if left.itemsize == 1 else left.equal(right)
 
 
 def refuse_unlike(layout: Layout, linear: str, parts: Mapping[str, Tensor]) -> None:
