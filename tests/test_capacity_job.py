@@ -4,6 +4,7 @@ import pytest
 from families import FAMILIES, KINDS, save_model, save_tokenizer
 from published import CONFIGS, gated
 from speed_of_tests import SPEED
+from test_experts_fused import MIXTURES
 
 from quantkit.capacity import duration, job, source, speed
 from quantkit.capacity.question import Question
@@ -48,6 +49,12 @@ def test_the_forecast_of_a_mixture_is_the_plan(method, tmp_path, monkeypatch):
     agree("mixtral", method, tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "granitemoe"])
+def test_the_forecast_of_experts_in_one_tensor_is_the_plan(family, tmp_path, monkeypatch):
+    monkeypatch.setattr("families.FAMILIES", FAMILIES | MIXTURES)
+    agree(family, "gptq", tmp_path, monkeypatch)
+
+
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 @pytest.mark.parametrize("width", [1536, 1528])
 def test_the_forecast_without_a_group_size_is_the_plan(method, width, tmp_path, monkeypatch):
@@ -66,7 +73,8 @@ def agree(family, method, tmp_path, monkeypatch, **other) -> None:
     monkeypatch.chdir(tmp_path)
     tied, family = family == "tied", "llama" if family == "tied" else family
     sizes = {"ffn_dim": 512, "word_embed_proj_dim": 256} if family == "opt" else {}
-    sizes |= {key: value for key, value in WIDE.items() if key in (FAMILIES | KINDS)[family][1]} | other
+    arguments = (FAMILIES | KINDS | MIXTURES)[family][1]
+    sizes |= {key: value for key, value in WIDE.items() if key in arguments} | other
     folder = save_model(tmp_path / family, family, dtype="bfloat16", tie_word_embeddings=tied, **sizes)
     save_tokenizer(folder)
     text = CalibrationOptions(samples=8, seqlen=64)

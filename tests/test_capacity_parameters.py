@@ -44,7 +44,9 @@ def test_experts_that_are_no_list_are_counted_too():
         stored[f"{mixture}.router.layer.weight"] = 4, 64
     infos = [parameters.Tensor(name, shape, 2 * math.prod(shape)) for name, shape in stored.items()]
     found = parameters.from_headers(infos, settings)
-    assert found.active == found.count - 3 * 3 * (256 * 64 + 64 * 128) and found.fused_experts
+    assert found.active == found.count - 3 * 3 * (256 * 64 + 64 * 128)
+    shapes = {linear.shape for linear in found.linears}
+    assert shapes == {(128, 64), (64, 128)} and len(found.linears) == 3 * 4 * 3
     unsaid = Settings({key: value for key, value in settings.values.items() if "experts" not in key})
     assert parameters.from_headers(infos, unsaid).active is None
 

@@ -130,9 +130,14 @@ def test_experts_in_mxfp4(tmp_path):
     config |= {"num_experts_per_tok": 1, "quantization_config": {"quant_method": "mxfp4"}}
     save_headers(tmp_path / "m", tensors, config)
     found = source.read(str(tmp_path / "m"))
-    experts = [tensor for tensor in found.parameters.tensors if tensor.name.endswith("gate_up_proj.weight")]
-    assert [tensor.shape for tensor in experts] == [(4, 256, 64)] * 2
-    assert experts[0].in_file == 4 * 256 * 2 * 17
+    experts = found.parameters.linears
+    assert {tensor.name for tensor in experts if tensor.block == 1} == {
+        f"model.layers.1.mlp.experts.{expert}.{name}_proj.weight"
+        for expert in range(4)
+        for name in ("gate", "up")
+    }
+    assert {tensor.shape for tensor in experts} == {(128, 64)}
+    assert sum(tensor.in_file for tensor in experts) == 2 * 4 * 256 * 2 * 17
     assert found.parameters.count == 2 * 512 * 64 + 2 * 4 * 256 * 65
     read = formats.weights("stored", found.parameters).read_bytes
     assert read == 2 * 512 * 64 + 2 * (4 * 256 * 2 * 17 + 2 * 4 * 256) // 4

@@ -108,9 +108,8 @@ class Packed:
             raise Unsupported(reason)
         if self.method.options.head and parameters.is_tied:
             raise Unsupported("head and embedding are one tensor")
-        if parameters.fused_experts or not parameters.linears:
-            fused = "experts of a block are one tensor"
-            raise Unsupported(fused if parameters.fused_experts else "no linears")
+        if not parameters.linears:
+            raise Unsupported("no linears")
         refused: Counter[str] = Counter()
         for tensor, _, number in parameters.groups:
             if tensor.is_linear and not self.stays(tensor) and (why := self._unfit(tensor)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -20,8 +21,14 @@ CONV1D_FAMILIES = ("gpt2", "openai-gpt")  # linears stored [in, out]
 BLOCK = re.compile(r"(?P<blocks>.+?)\.(?P<index>\d+)\.(?P<local>.+)")
 # Masks and frequencies of old checkpoints: not parameters.
 BUFFER = re.compile(r"(\.(attn|attention)\.(masked_)?bias|\.inv_freq|position_ids)$")
-ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
+ROUTER = re.compile(r"(^|\.)(gate|router(\.layer)?|shared_expert_gate)$")
 EXPERT = re.compile(r"\.experts(\.|$)|\.block_sparse_moe\.(input|output)_linear\.")  # the latter: Granite's
+FUSED = {  # end of the name of a tensor of all experts -> an expert's projections
+    **dict.fromkeys(("gate_up_proj", "input_linear", "fc1"), ("gate_proj", "up_proj")),
+    **dict.fromkeys(("down_proj", "output_linear", "fc2"), ("down_proj",)),
+    "gate_proj": ("gate_proj",),
+    "up_proj": ("up_proj",),
+}
 MOST_EXPERTS = 10_000
 # Projections that decide a block's cache and llama.cpp's mixtures, by llama.cpp's names.
 PROJECTIONS = re.compile(
@@ -128,11 +135,6 @@ class Parameters:
             or (tensor.block is None and HEAD.fullmatch(tensor.name))
         ]
 
-    @property
-    def fused_experts(self) -> bool:
-        """Return True if all experts of a block are one tensor, `[experts, …]`."""
-        return any(len(tensor.shape) > 2 and tensor.is_expert for tensor, *_ in self.groups)
-
     @cached_property
     def is_tied(self) -> bool:
         """Return whether head and embedding are one matrix."""
@@ -232,7 +234,8 @@ def from_headers(infos: Iterable[TensorInfo | Tensor], settings: Settings, exact
     infos = sorted((i for i in infos if not BUFFER.search(i.name)), key=lambda info: natural(info.name))
     blocks = _find_blocks([info.name for info in infos], settings)
     conv1d = settings.model_type in CONV1D_FAMILIES
-    return Parameters(tuple(_tensor(info, blocks, conv1d) for info in infos), settings, exact)
+    tensors = (part for info in infos for part in _one_by_one(_tensor(info, blocks, conv1d), settings))
+    return Parameters(tuple(tensors), settings, exact)
 
 
 def _tensor(info: TensorInfo | Tensor, blocks: str, conv1d: bool) -> Tensor:
@@ -248,6 +251,26 @@ def _tensor(info: TensorInfo | Tensor, blocks: str, conv1d: bool) -> Tensor:
         return Tensor(*stored)
     out_features, in_features = info.shape[::-1] if conv1d else info.shape
     return Tensor(*stored, out_features, in_features, conv1d)
+
+
+def _one_by_one(tensor: Tensor, settings: Settings) -> list[Tensor]:
+    """Return the linears of a tensor that holds all experts of a block, as a job quantizes them
+    (models/skeleton/fused.py); any other tensor unchanged."""
+    path = tensor.local.removesuffix(".weight")
+    projections = next((names for leaf, names in FUSED.items() if path.endswith(leaf)), ())
+    if not projections or len(tensor.shape) != 3 or not tensor.is_expert:
+        return [tensor]
+    directory, hidden = path.rpartition(".")[0].removesuffix(".experts"), settings.hidden
+    count = tensor.shape[0] * len(projections)
+    rows, nbytes = tensor.size // count // hidden, tensor.nbytes // count
+    stored_nbytes = None if tensor.stored_nbytes is None else tensor.stored_nbytes // count
+    linears = []
+    for expert, projection in itertools.product(range(tensor.shape[0]), projections):
+        local = f"{directory}.experts.{expert}.{projection}.weight"
+        name, shape = tensor.name.removesuffix(tensor.local) + local, (rows, hidden)
+        shape = shape[::-1] if projection == "down_proj" else shape
+        linears.append(Tensor(name, shape, nbytes, stored_nbytes, tensor.block, local, *shape))
+    return linears
 
 
 def _find_blocks(names: Iterable[str], settings: Settings) -> str:

@@ -100,7 +100,7 @@ def _of_headers(contents: Contents) -> Source:
     else:
         untrusted.refuse_codes(contents.infos.values())
     stored = parameters.from_headers(entries, settings)
-    if not (stored.linears or stored.fused_experts):
+    if not stored.linears:
         hint = "give a language model in safetensors or GGUF"
         raise QuantkitError(f"no tensor of {contents.source} is the weight of a linear", hint, UNSUPPORTED)
     if not stored.quantized:
