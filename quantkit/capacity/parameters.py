@@ -12,13 +12,13 @@ from functools import cached_property
 
 from quantkit.capacity.settings import HEADS, Settings
 from quantkit.errors import require
+from quantkit.inspection.names import split
 from quantkit.models.files.head import EMBEDDING, HEAD
 from quantkit.models.files.safetensors_folder import TensorInfo, natural
 from quantkit.models.machine.expert_share import EXPERTS, ROUTED
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 CONV1D_FAMILIES = ("gpt2", "openai-gpt")  # linears stored [in, out]
-BLOCK = re.compile(r"(?P<blocks>.+?)\.(?P<index>\d+)\.(?P<local>.+)")
 # Masks and frequencies of old checkpoints: not parameters.
 BUFFER = re.compile(r"(\.(attn|attention)\.(masked_)?bias|\.inv_freq|position_ids)$")
 ROUTER = re.compile(r"(^|\.)(gate|router(\.layer)?|shared_expert_gate)$")
@@ -30,11 +30,10 @@ FUSED = {  # end of the name of a tensor of all experts -> an expert's projectio
     "up_proj": ("up_proj",),
 }
 MOST_EXPERTS = 10_000
-# Projections that decide a block's cache and llama.cpp's mixtures, by llama.cpp's names.
+# Projections that decide a block's cache, by llama.cpp's names.
 PROJECTIONS = re.compile(
     r"(?:^|\.)(?:(?P<attn_v>v_proj)|(?P<attn_k>k_proj)|(?P<attn_qkv>qkv_proj|c_attn|query_key_value|Wqkv)"
-    r"|(?P<attn_output>o_proj|(?:self_attn|self_attention|attention|attn)\.(?:dense|out_proj|c_proj))"
-    r"|(?P<ffn_down>down_proj|mlp\.c_proj|dense_4h_to_h|fc2|fc_out))$"
+    r"|(?P<attn_output>o_proj|(?:self_attn|self_attention|attention|attn)\.(?:dense|out_proj|c_proj)))$"
 )
 TABLES = re.compile(r"(^|\.)(wpe|embed_positions|embed_tokens_per_layer)\.weight$")  # only looked up
 
@@ -71,12 +70,6 @@ class Tensor:
     @property
     def is_linear(self) -> bool:
         return self.in_features > 0
-
-    @property
-    def projection(self) -> str | None:
-        """Return llama.cpp's name of the projection, such as `attn_v`, if its rules use it; else None."""
-        match = PROJECTIONS.search(self.local.rpartition(".")[0])
-        return match and match.lastgroup
 
     @property
     def is_expert(self) -> bool:
@@ -165,8 +158,9 @@ class Parameters:
         """Return, for each block, {llama.cpp's name of the projection: tensor}."""
         blocks: list[dict[str, Tensor]] = [{} for _ in range(self.blocks)]
         for tensor in self.linears:
-            if tensor.block < self.blocks and not tensor.is_expert and tensor.projection:
-                blocks[tensor.block][tensor.projection] = tensor
+            match = PROJECTIONS.search(tensor.local.rpartition(".")[0])
+            if match and tensor.block < self.blocks:
+                blocks[tensor.block][match.lastgroup] = tensor
         return blocks
 
     def key_value_widths(self, fused: bool) -> list[int] | None:
@@ -241,11 +235,11 @@ def from_headers(infos: Iterable[TensorInfo | Tensor], settings: Settings, exact
 def _tensor(info: TensorInfo | Tensor, blocks: str, conv1d: bool) -> Tensor:
     """Return the tensor with block, local name and sizes. blocks: name of the list of decoder blocks."""
     stored = info.name, info.shape, info.nbytes, getattr(info, "stored_nbytes", None)
-    match = BLOCK.fullmatch(info.name) if info.name.startswith(f"{blocks}.") else None
-    if match is None or match["blocks"] != blocks:
+    stack, index, local = split(info.name)
+    if stack != blocks:
         return Tensor(*stored)
-    stored = *stored, int(match["index"]), match["local"]
-    module, _, leaf = match["local"].rpartition(".")
+    stored = *stored, index, local
+    module, _, leaf = local.rpartition(".")
     plain = len(info.shape) == 2 and leaf == "weight" and "norm" not in module and not ROUTER.search(module)
     if not plain or not all(info.shape):
         return Tensor(*stored)
@@ -276,9 +270,9 @@ def _one_by_one(tensor: Tensor, settings: Settings) -> list[Tensor]:
 def _find_blocks(names: Iterable[str], settings: Settings) -> str:
     """Return the name of the list of blocks whose length is the configured number of layers."""
     indices: dict[str, set[int]] = {}
-    for name in names:
-        if match := BLOCK.fullmatch(name):
-            indices.setdefault(match["blocks"], set()).add(int(match["index"]))
+    for stack, index, _ in map(split, names):
+        if stack is not None:
+            indices.setdefault(stack, set()).add(index)
     expected = set(range(settings.layers))
     further = settings.layers + bool(settings.get("num_nextn_predict_layers"))  # stored after the others
     lists = [blocks for blocks, seen in indices.items() if expected <= seen <= set(range(further))]
