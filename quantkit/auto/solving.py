@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -61,8 +60,8 @@ class Solving:
                     self._usual_errors[unit.name] = errors["solved"]
             host = {name: weight.to(KEPT_IN).cpu().contiguous() for name, weight in values.items()}
             save_file(host, path)
-        device = self._job.skeleton.device
-        return {name: weight.to(device) for name, weight in load_file(path).items()}
+        place = self._job.skeleton.device, self._job.skeleton.dtype
+        return {name: weight.to(*place) for name, weight in load_file(path).items()}
 
     def measured(self, unit: Unit, entering: States) -> Values:
         """Return the weights of a unit's measured candidate. Call `usual` for its block first. entering:
@@ -109,12 +108,11 @@ class Solving:
     ) -> list[Grid]:
         return [self._space.grid(specs[name], candidate.name) for name in names]
 
-    def outside(self, unit: Unit) -> AbstractContextManager[None]:
-        """Return a context in which a matrix outside the blocks has its measured candidate."""
-        assert self._outside is not None, "the space has units outside the blocks, and replaces them"
-        if unit.name not in self.errors:
-            self.errors[unit.name] = self._outside.solve(unit, measured(unit))
-        return self._outside.replaced(unit)
+    def outside(self, unit: Unit) -> tuple[Values, Values]:
+        """Return the weight of a matrix outside the blocks in its measured candidate, see
+        `GgufOutside.values`."""
+        self.errors[unit.name] = self._outside.solve(unit, measured(unit))
+        return self._outside.values(unit)
 
     def _measured(self, unit: Unit, entering: States) -> Iterator[tuple[Site, SiteStatistics, Scales]]:
         """Yield each site of the unit with its Hessian and scales; experts are measured in parts."""
