@@ -109,12 +109,10 @@ def _files(
         why = "its manifest has none" if manifest else f"it has no {MANIFEST}"
         result["notes"].append(f"files were not compared with sums: {why}")
         return
-    for name, digest in recorded.items():
-        if name not in contents.files:  # a manifest must not name other folders
-            yield {"name": name, "state": "is absent"}
-        else:
-            state = "same" if checksums.of_file(root / name, listen=advance) == digest else "was changed"
-            yield {"name": name, "state": state}
+    sums = checksums.of_folder(root, WRITTEN_LATER - recorded.keys(), advance)
+    for name, digest in recorded.items():  # a manifest must not name other folders
+        state = "same" if sums.get(name) == digest else "was changed" if name in sums else "is absent"
+        yield {"name": name, "state": state}
     added = sorted(contents.files.keys() - recorded.keys() - WRITTEN_LATER)
     if added:
         result["notes"].append(f"{count(len(added), 'file')} came later: {name_all(added)}")
