@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
 
 from quantkit.capacity import Unsupported
 from quantkit.capacity.parameters import CONV1D_FAMILIES, DTYPE_BYTES, Tensor
@@ -46,8 +46,12 @@ def entries(contents: Contents) -> list[Tensor]:
     odd = [weight.name for weight in weights if not _understood(weight)]
     what = f"{contents.source} stores {name_all(odd, 2)} in an unknown way"
     require(not odd, what, "plan the original checkpoint, or give only --params", UNSUPPORTED)
-    unknown = any(weight.shape is None for weight in weights)
-    shapes = _shapes(contents.config) if unknown else {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    if any(weight.shape is None for weight in weights):  # bitsandbytes stores no shapes in headers
+        from quantkit.capacity import meta
+
+        with suppress(Unsupported):
+            shapes = meta.shapes(contents.config)
     element = DTYPE_BYTES[settings.stored_dtype]
     return [_entry(weight, shapes, element) for weight in weights]
 
@@ -69,16 +73,6 @@ def _entry(weight: Weight, shapes: Mapping[str, tuple[int, ...]], element: int) 
     if shape is None or math.prod(shape) != weight.parameters:
         shape = (weight.parameters,)
     return Tensor(weight.name, tuple(shape), element * weight.parameters, weight.nbytes)
-
-
-def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return transformers' shapes of the parameters: bitsandbytes does not store shapes in headers."""
-    from quantkit.capacity import meta
-
-    try:
-        return meta.shapes(config)
-    except Unsupported:
-        return {}
 
 
 def of_gguf(contents: Contents, settings: Settings) -> list[Tensor]:
