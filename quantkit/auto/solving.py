@@ -60,8 +60,8 @@ class Solving:
                     self._usual_errors[unit.name] = errors["solved"]
             host = {name: weight.to(KEPT_IN).cpu().contiguous() for name, weight in values.items()}
             save_file(host, path)
-        place = self._job.skeleton.device, self._job.skeleton.dtype
-        return {name: weight.to(*place) for name, weight in load_file(path).items()}
+        device = self._job.skeleton.device
+        return {name: weight.to(device) for name, weight in load_file(path).items()}
 
     def measured(self, unit: Unit, entering: States) -> Values:
         """Return the weights of a unit's measured candidate. Call `usual` for its block first. entering:

@@ -73,21 +73,24 @@ def measure(
         for index, _ in walk.blocks(
             skeleton, lambda index: (None, True), only=range(start, len(skeleton.blocks))
         ):
-            values, started = _weights(replacer.usual(index, entering)), []
+            stored, started = replacer.usual(index, entering), []
             while pending and pending[0].block == index:
                 if len(streams) + len(started) >= limit:
                     next_walk = next_walk or (index, usual, entering)
                     break
                 unit = pending.popleft()
-                replaced = values | _weights(replacer.measured(unit, entering))
-                started.append(_Stream(unit.name, _run(skeleton, index, usual, replaced)))
+                replaced = {**stored, **replacer.measured(unit, entering)}
+                states = _run(skeleton, index, usual, _weights(skeleton, replaced))
+                started.append(_Stream(unit.name, states))
                 report()
             original = original if of_usual else _run(skeleton, index, original, {})
+            values = _weights(skeleton, stored)
             for stream in streams:
                 stream.states = _run(skeleton, index, stream.states, values)
             if of_usual is None or (pending and next_walk is None):
                 usual, entering = (_run(skeleton, index, states, values) for states in (usual, entering))
             streams += started
+            del values, stored  # memory for the next block
         if of_usual is None:
             final, of_usual = usual, _divergence(skeleton, original, _Stream("", usual))
         changes |= {stream.unit: _divergence(skeleton, final, stream) for stream in streams}
@@ -97,8 +100,9 @@ def measure(
             start, usual, entering = next_walk
 
 
-def _weights(values: Values) -> dict[str, Tensor]:
-    return {f"{name}.weight": weight for name, weight in values.items()}
+def _weights(skeleton: Skeleton, values: Values) -> Values:
+    """Return weights by the names of parameters in a block, in the dtype in which the block runs."""
+    return {f"{name}.weight": weight.to(skeleton.dtype) for name, weight in values.items()}
 
 
 def _run(skeleton: Skeleton, index: int, states: States, values: Values) -> States:
