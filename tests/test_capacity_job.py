@@ -2,6 +2,7 @@
 
 import pytest
 from families import FAMILIES, KINDS, save_model, save_tokenizer
+from jobs import quantize
 from published import CONFIGS, gated
 from speed_of_tests import SPEED
 from test_experts_fused import MIXTURES
@@ -53,6 +54,27 @@ def test_the_forecast_of_a_mixture_is_the_plan(method, tmp_path, monkeypatch):
 def test_the_forecast_of_experts_in_one_tensor_is_the_plan(family, tmp_path, monkeypatch):
     monkeypatch.setattr("families.FAMILIES", FAMILIES | MIXTURES)
     agree(family, "gptq", tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("file_type", ["Q8_0", "NVFP4"])
+def test_the_forecast_of_a_gguf_file_is_the_plan(file_type, tmp_path, monkeypatch):
+    """Its embedding becomes float32 in a folder; the scales of NVFP4 are no parameters."""
+    monkeypatch.chdir(tmp_path)
+    folder = save_model(tmp_path / "llama", "llama", dtype="bfloat16", **WIDE)
+    save_tokenizer(folder)
+    path, options = tmp_path / "model.gguf", {"type": (file_type,), "solver": "rtn", "imatrix": "none"}
+    quantize("gguf", folder, path, options)
+    found = source.read(str(path))
+    assert found.parameters.count == source.read(str(folder)).parameters.count
+    run = RunOptions(threads=1, batch_size=8, allow_requantize=True)
+    for method in ("gptq", "int8"):
+        text = CalibrationOptions(samples=8, seqlen=64)
+        request = jobs.Request(str(path), methods.create(method), text, run)
+        expected = jobs.prepare(request, Progress(), dry_run=True).plan
+        planned = forecast(path)[method]
+        assert planned["disk_bytes"] == expected.disk_bytes
+        assert planned["output_bytes"] == expected.output_bytes
+        assert planned["above_interpreter_bytes"] == expected.memory_bytes
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
