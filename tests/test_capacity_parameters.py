@@ -47,6 +47,9 @@ def test_experts_that_are_no_list_are_counted_too():
     assert found.active == found.count - 3 * 3 * (256 * 64 + 64 * 128)
     shapes = {linear.shape for linear in found.linears}
     assert shapes == {(128, 64), (64, 128)} and len(found.linears) == 3 * 4 * 3
+    for odd in ((10**9, 0, 64), (0, 64, 64), (4, 64, 5), (10**5, 64, 64)):
+        other = parameters.Tensor("model.layers.0.mlp.experts.down_proj", odd, 2 * math.prod(odd))
+        assert parameters.from_headers([*infos, other], settings).count == found.count + math.prod(odd)
     unsaid = Settings({key: value for key, value in settings.values.items() if "experts" not in key})
     assert parameters.from_headers(infos, unsaid).active is None
 

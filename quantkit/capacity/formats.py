@@ -75,9 +75,11 @@ class Packed:
         method = self.method.with_groups((tensor.in_features, tensor.size) for tensor in linears)
         return replace(self, method=method, open_groups=True)
 
-    def stays(self, tensor: Tensor) -> bool:
-        """Return whether a linear stays in 16 bit because no group size divides its columns."""
-        return self.open_groups and tensor.in_features % self.method.options.group_size > 0
+    def packs(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a linear that is packed. A group size that was chosen for the model must
+        divide its columns."""
+        divided = not self.open_groups or tensor.in_features % self.method.options.group_size == 0
+        return tensor.is_linear and divided
 
     def nbytes(self, out_features: int, in_features: int) -> int:
         """Return the bytes of one packed linear."""
@@ -91,9 +93,7 @@ class Packed:
             if bits and tensor.block is None and pattern.fullmatch(tensor.name):
                 width = replace(self.method.width(tensor.shape[1]), bits=bits)
                 return self.layout.nbytes(spec_of_shape(*tensor.shape, width))
-        if not tensor.is_linear or self.stays(tensor):
-            return tensor.nbytes
-        return self.nbytes(tensor.out_features, tensor.in_features)
+        return self.nbytes(tensor.out_features, tensor.in_features) if self.packs(tensor) else tensor.nbytes
 
     @cached_property
     def stream_bits(self) -> float:
@@ -112,9 +112,9 @@ class Packed:
             raise Unsupported("no linears")
         refused: Counter[str] = Counter()
         for tensor, _, number in parameters.groups:
-            if tensor.is_linear and not self.stays(tensor) and (why := self._unfit(tensor)):
+            if self.packs(tensor) and (why := self._unfit(tensor)):
                 refused[why] += number
-        if all(map(self.stays, parameters.linears)):
+        if not any(map(self.packs, parameters.linears)):
             raise Unsupported(f"no linear splits into groups of {self.method.options.group_size}")
         if refused:
             reasons = (f"{why} ({count(number, 'linear')})" for why, number in refused.most_common())
@@ -170,9 +170,7 @@ def weights(name: str, parameters: Parameters) -> Weights:
     if packed := _packed().get(name):
         packed = packed.fitted(parameters)
         packed.check(parameters)
-        sizes = _by_tensor(parameters, packed.tensor_bytes, packed.stream_bits)
-        kept = parameters.total(lambda tensor: tensor.nbytes if packed.stays(tensor) else 0)
-        return replace(sizes, packed_bytes=sizes.packed_bytes - kept)
+        return _by_tensor(parameters, packed.tensor_bytes, packed.stream_bits, packed.packs)
     return _of_file(name, parameters)
 
 
@@ -192,11 +190,14 @@ def by_count(name: str, count: int, active: int) -> Weights:
 
 
 def _by_tensor(
-    parameters: Parameters, nbytes: Callable[[Tensor], int], stream_bits: float | None = None
+    parameters: Parameters,
+    nbytes: Callable[[Tensor], int],
+    stream_bits: float | None = None,
+    packs: Callable[[Tensor], bool] = lambda tensor: tensor.is_linear,
 ) -> Weights:
     """Return sizes, given a function for the bytes of each tensor. stream_bits: by default computed."""
     total = parameters.total(nbytes)
-    packed = parameters.total(lambda tensor: nbytes(tensor) if tensor.is_linear else 0)
+    packed = parameters.total(lambda tensor: nbytes(tensor) if packs(tensor) else 0)
     if stream_bits is None:
         weights = parameters.total(lambda tensor: tensor.size if tensor.is_linear else 0)
         stream_bits = 8 * packed / weights if weights else 0.0

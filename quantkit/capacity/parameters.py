@@ -256,6 +256,8 @@ def _one_by_one(tensor: Tensor, settings: Settings) -> list[Tensor]:
         return [tensor]
     directory, hidden = path.rpartition(".")[0].removesuffix(".experts"), settings.hidden
     count = tensor.shape[0] * len(projections)
+    if not 0 < count <= 2 * MOST_EXPERTS or not tensor.size or tensor.size % (count * hidden):
+        return [tensor]
     rows, nbytes = tensor.size // count // hidden, tensor.nbytes // count
     stored_nbytes = None if tensor.stored_nbytes is None else tensor.stored_nbytes // count
     linears = []
