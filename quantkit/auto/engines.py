@@ -250,7 +250,8 @@ class GgufOutside:
         return hessian
 
     def values(self, unit: Unit) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the solved weight by its name in the model: if it embeds tokens, and if it predicts them."""
+        """Return the solved weight by its name in the model, once for embedding tokens and once for logits;
+        {} where the model does not use this matrix."""
         (name,) = self._targets[unit.name].parameters
         values = {name: self._values[unit.name]}
         return values if unit.name == EMBEDDING else {}, values if unit.name == self._head else {}

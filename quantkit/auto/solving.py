@@ -109,8 +109,7 @@ class Solving:
         return [self._space.grid(specs[name], candidate.name) for name in names]
 
     def outside(self, unit: Unit) -> tuple[Values, Values]:
-        """Return the weight of a matrix outside the blocks in its measured candidate, see
-        `GgufOutside.values`."""
+        """Return `GgufOutside.values` of a matrix outside the blocks in its measured candidate."""
         self.errors[unit.name] = self._outside.solve(unit, measured(unit))
         return self._outside.values(unit)
 

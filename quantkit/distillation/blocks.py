@@ -44,12 +44,12 @@ class Training:
     train: list[Tensor]
     held_out: list[Tensor]
 
-    def divergence(self, teacher: Iterable[Tensor], student: Iterable[Tensor], rest: Floats) -> float:
-        """Return the student's mean KL divergence from the teacher in nats, from the final hidden states of
-        both on held-out text. rest: the student's floats outside the blocks, by names in the model."""
+    def divergence(self, expected: Iterable[Tensor], states: Iterable[Tensor], rest: Floats) -> float:
+        """Return the student's mean KL divergence from the teacher in nats. expected, states: final hidden
+        states of teacher and student on held-out text. rest: the student's floats outside the blocks."""
         logits = self.teacher.logits, partial(self.student.logits, rest=rest)
         vocabulary = self.student.checkpoint.text_config.vocab_size
-        return divergence.of_tokens(*logits, zip(teacher, student, strict=True), vocabulary).mean().item()
+        return divergence.of_tokens(*logits, zip(expected, states, strict=True), vocabulary).mean().item()
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,8 @@ def is_done(request: Request) -> bool:
         manifest, headers.MANIFEST_SCHEMA, f"{headers.MANIFEST} of {output}", "start with --overwrite"
     )
     distilled = manifest.get("distilled") or {}
-    models = [model for key in ("teacher", "student") if isinstance(model := distilled.get(key), dict)]
-    names = [Path(name).name for name in (request.teacher, request.student)]
-    same = [model.get("name") for model in models] == names
-    return same and distilled.get("options") == asdict(request.options)
+    for key in ("teacher", "student"):
+        model = distilled.get(key)
+        if not isinstance(model, dict) or model.get("name") != Path(getattr(request, key)).name:
+            return False
+    return distilled.get("options") == asdict(request.options)
