@@ -1,26 +1,24 @@
 """Names and shapes of the tensors of a model's GGUF files, as quantkit's exporter writes them.
 
-Those of a dense model follow from its parameters and the `gguf` package. Experts are joined and split by the
-exporter: its own list, from a model built of shapes alone, takes seconds.
+Those of a dense model follow from its parameters. Experts are joined and split by the exporter: its own list,
+from a model built of shapes alone, takes seconds.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from quantkit.capacity import Unsupported
 from quantkit.capacity.parameters import Parameters, Tensor
 from quantkit.capacity.settings import Settings
-from quantkit.models.files.head import HEAD
+from quantkit.models.files.head import EMBEDDING, HEAD
 from quantkit.models.gguf import architectures, mixtures
 from quantkit.models.gguf.architectures import Architecture
 
-if TYPE_CHECKING:
-    from gguf import TensorNameMap
-
 Named = Sequence[tuple[str, tuple[int, ...]]]  # name and shape of every tensor, in the file's order
+POSITIONS = re.compile(r"(.*\.)?(wpe|embed_positions)\.weight")
 
 
 @lru_cache(maxsize=1)
@@ -42,14 +40,10 @@ def of_model(parameters: Parameters) -> tuple[Architecture, Named] | Unsupported
 
 
 def _of_dense(family: Architecture, parameters: Parameters) -> Named:
-    import gguf
-
-    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.name)
-    names = gguf.get_tensor_name_map(arch, parameters.blocks)
     named = _factors(parameters.settings)
     for tensor in parameters.language_model:
         shape = (tensor.out_features, tensor.in_features) if tensor.is_linear else tensor.shape
-        named.append((_name(tensor, names), shape))
+        named.append((_name(tensor), shape))
     if family.head == "never":
         named = [(name, shape) for name, shape in named if name != mixtures.OUTPUT]
     if family.head == "always" and parameters.is_tied:
@@ -58,14 +52,15 @@ def _of_dense(family: Architecture, parameters: Parameters) -> Named:
     return sorted(named, key=lambda pair: mixtures.order(pair[0]))
 
 
-def _name(tensor: Tensor, names: TensorNameMap) -> str:
-    """Return the tensor's GGUF name, whatever stands before the part that the `gguf` package knows."""
-    parts = tensor.name.replace("blk.", "layers.").split(".")
-    tails = [".".join(parts[first:]) for first in range(len(parts) - 1)]
-    known = (
-        names.get_name(prefix + tail, (".weight", ".bias")) for tail in tails for prefix in ("", "model.")
-    )
-    return next(filter(None, known), f"output.{parts[-1]}" if HEAD.fullmatch(tensor.name) else tensor.name)
+def _name(tensor: Tensor) -> str:
+    """Return a GGUF name for which llama-quantize's rules choose the type of the tensor's true GGUF name."""
+    module, _, leaf = tensor.name.rpartition(".")
+    if tensor.block is None:
+        for pattern, name in ((EMBEDDING, "token_embd"), (POSITIONS, "position_embd"), (HEAD, "output")):
+            if pattern.fullmatch(f"{module}.weight"):
+                return f"{name}.{leaf}"
+        return f"{module.rpartition('.')[2]}_norm.{leaf}"
+    return f"blk.{tensor.block}.{tensor.projection or tensor.local.removesuffix(f'.{leaf}')}.{leaf}"
 
 
 def _factors(settings: Settings) -> list[tuple[str, tuple[int, ...]]]:

@@ -30,10 +30,13 @@ FUSED = {  # end of the name of a tensor of all experts -> an expert's projectio
     "up_proj": ("up_proj",),
 }
 MOST_EXPERTS = 10_000
-# Projections that decide a block's cache, by llama.cpp's names.
+# Projections that decide a block's cache and llama.cpp's mixtures, by llama.cpp's names.
 PROJECTIONS = re.compile(
-    r"(?:^|\.)(?:(?P<attn_v>v_proj)|(?P<attn_k>k_proj)|(?P<attn_qkv>qkv_proj|c_attn|query_key_value|Wqkv)"
-    r"|(?P<attn_output>o_proj|(?:self_attn|self_attention|attention|attn)\.(?:dense|out_proj|c_proj)))$"
+    r"(?:^|\.)(?:(?P<attn_q>q_proj)|(?P<attn_k>k_proj)|(?P<attn_v>v_proj)"
+    r"|(?P<attn_qkv>qkv_proj|c_attn|query_key_value|Wqkv)"
+    r"|(?P<attn_output>o_proj|(?:self_attn|self_attention|attention|attn)\.(?:dense|out_proj|c_proj))"
+    r"|(?P<ffn_gate>gate_proj)|(?P<ffn_up>up_proj|gate_up_proj|mlp\.c_fc|dense_h_to_4h|fc1|fc_in)"
+    r"|(?P<ffn_down>down_proj|mlp\.c_proj|dense_4h_to_h|fc2|fc_out))$"
 )
 TABLES = re.compile(r"(^|\.)(wpe|embed_positions|embed_tokens_per_layer)\.weight$")  # only looked up
 
@@ -70,6 +73,12 @@ class Tensor:
     @property
     def is_linear(self) -> bool:
         return self.in_features > 0
+
+    @property
+    def projection(self) -> str | None:
+        """Return llama.cpp's name of the projection, such as `attn_v`, if its rules use it; else None."""
+        match = PROJECTIONS.search(self.local.rpartition(".")[0])
+        return match and match.lastgroup
 
     @property
     def is_expert(self) -> bool:
@@ -158,9 +167,8 @@ class Parameters:
         """Return, for each block, {llama.cpp's name of the projection: tensor}."""
         blocks: list[dict[str, Tensor]] = [{} for _ in range(self.blocks)]
         for tensor in self.linears:
-            match = PROJECTIONS.search(tensor.local.rpartition(".")[0])
-            if match and tensor.block < self.blocks:
-                blocks[tensor.block][match.lastgroup] = tensor
+            if tensor.block < self.blocks and not tensor.is_expert and tensor.projection:
+                blocks[tensor.block][tensor.projection] = tensor
         return blocks
 
     def key_value_widths(self, fused: bool) -> list[int] | None:
