@@ -414,13 +414,14 @@ def test_an_embedding_is_replaced_where_it_is_read_and_where_it_predicts(tiny_mo
     with torch.no_grad():
         errors = outside.solve(unit, candidate)
     assert 0 < errors["solved"]["Q4_0"] <= errors["nearest"]["Q4_0"] < errors["nearest"]["Q8_0"] * 1e4
-    own = skeleton.model.get_input_embeddings().weight
-    with outside.replaced(unit):
-        inside = skeleton.model.get_input_embeddings().weight
-        assert inside is skeleton.model.get_output_embeddings().weight and inside is not own
-    assert (
-        skeleton.model.get_input_embeddings().weight is own is skeleton.model.get_output_embeddings().weight
-    )
+    embedding, head = outside.values(unit)
+    (weight,) = embedding.values()
+    assert head == embedding and not torch.equal(weight, skeleton.model.get_input_embeddings().weight)
+    hidden = skeleton.embed(ids[:1], embedding)
+    assert torch.equal(hidden[0], weight[ids[0]])
+    norm = skeleton.model.get_decoder().norm(hidden[0])
+    assert torch.allclose(skeleton.logits(hidden[0], head), norm @ weight.T, atol=1e-5)
+    assert not torch.allclose(skeleton.logits(hidden[0]), norm @ weight.T, atol=1e-5)
 
 
 @pytest.mark.parametrize(

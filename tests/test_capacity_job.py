@@ -2,8 +2,10 @@
 
 import pytest
 from families import FAMILIES, KINDS, save_model, save_tokenizer
+from jobs import quantize
 from published import CONFIGS, gated
 from speed_of_tests import SPEED
+from test_experts_fused import MIXTURES
 
 from quantkit.capacity import duration, job, source, speed
 from quantkit.capacity.question import Question
@@ -29,7 +31,7 @@ def forecast(folder):
 
 def of_config(config: str | dict, device: str | None = None, **asked: int):
     config = CONFIGS[config] if isinstance(config, str) else config
-    found = source.Source("a model", *source.from_config(config), "config.json")
+    found = source.Source("a model", source.from_config(config), "config.json")
     return job.of_model(found, Question(gpu=device, **asked))
 
 
@@ -46,6 +48,33 @@ def test_the_forecast_is_the_plan(family, method, tmp_path, monkeypatch):
 def test_the_forecast_of_a_mixture_is_the_plan(method, tmp_path, monkeypatch):
     """Of which two experts are in memory, unless there is a transform."""
     agree("mixtral", method, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "granitemoe"])
+def test_the_forecast_of_experts_in_one_tensor_is_the_plan(family, tmp_path, monkeypatch):
+    monkeypatch.setattr("families.FAMILIES", FAMILIES | MIXTURES)
+    agree(family, "gptq", tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("file_type", ["Q8_0", "NVFP4"])
+def test_the_forecast_of_a_gguf_file_is_the_plan(file_type, tmp_path, monkeypatch):
+    """Its embedding becomes float32 in a folder; the scales of NVFP4 are no parameters."""
+    monkeypatch.chdir(tmp_path)
+    folder = save_model(tmp_path / "llama", "llama", dtype="bfloat16", **WIDE)
+    save_tokenizer(folder)
+    path, options = tmp_path / "model.gguf", {"type": (file_type,), "solver": "rtn", "imatrix": "none"}
+    quantize("gguf", folder, path, options)
+    found = source.read(str(path))
+    assert found.parameters.count == source.read(str(folder)).parameters.count
+    run = RunOptions(threads=1, batch_size=8, allow_requantize=True)
+    for method in ("gptq", "int8"):
+        text = CalibrationOptions(samples=8, seqlen=64)
+        request = jobs.Request(str(path), methods.create(method), text, run)
+        expected = jobs.prepare(request, Progress(), dry_run=True).plan
+        planned = forecast(path)[method]
+        assert planned["disk_bytes"] == expected.disk_bytes
+        assert planned["output_bytes"] == expected.output_bytes
+        assert planned["above_interpreter_bytes"] == expected.memory_bytes
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
@@ -66,7 +95,8 @@ def agree(family, method, tmp_path, monkeypatch, **other) -> None:
     monkeypatch.chdir(tmp_path)
     tied, family = family == "tied", "llama" if family == "tied" else family
     sizes = {"ffn_dim": 512, "word_embed_proj_dim": 256} if family == "opt" else {}
-    sizes |= {key: value for key, value in WIDE.items() if key in (FAMILIES | KINDS)[family][1]} | other
+    arguments = (FAMILIES | KINDS | MIXTURES)[family][1]
+    sizes |= {key: value for key, value in WIDE.items() if key in arguments} | other
     folder = save_model(tmp_path / family, family, dtype="bfloat16", tie_word_embeddings=tied, **sizes)
     save_tokenizer(folder)
     text = CalibrationOptions(samples=8, seqlen=64)
@@ -119,7 +149,7 @@ def test_a_job_that_needs_too_much_names_what_would_fit(monkeypatch):
     """Of `--samples`, after what the job chooses by itself."""
 
     monkeypatch.setattr(methods, "available", lambda: ["gptq"])
-    found = source.Source("a model", *source.from_config(CONFIGS["Llama-2-7b"]), "config.json")
+    found = source.Source("a model", source.from_config(CONFIGS["Llama-2-7b"]), "config.json")
 
     def with_room(gib: float) -> dict:
         nbytes = int(gib * 2**30) + job.INTERPRETER_BYTES
@@ -171,7 +201,7 @@ def test_predicted_time_of_a_measured_job(method, tokens, seconds):
 def test_a_token_costs_what_its_experts_cost():
     dense, sparse = (
         duration.model_of(
-            source.Source("", *source.from_config(CONFIGS[name]), ""), SPEED
+            source.Source("", source.from_config(CONFIGS[name]), ""), SPEED
         ) for name in ("Mistral-7B", "Mixtral-8x7B")
     )  # fmt: skip
     mlp = 3 * 4096 * 14336 * 32

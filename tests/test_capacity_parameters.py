@@ -22,10 +22,10 @@ def test_experts_are_counted(family, blocks):
     config = make(**arguments)
     with torch.device("meta"):
         model = hf.AutoModelForCausalLM.from_config(config)
-    settings, found = source.from_config(json.loads(config.to_json_string()))
+    found = source.from_config(json.loads(config.to_json_string()))
     assert found.count == sum(parameter.numel() for parameter in model.parameters())
     experts = [tensor for tensor in found.tensors if ".experts." in tensor.name]
-    assert found.active(settings) == found.count - sum(tensor.size for tensor in experts) // 2
+    assert found.active == found.count - sum(tensor.size for tensor in experts) // 2
     assert len(experts) == blocks * 4 * 3 and all(tensor.is_linear for tensor in experts)
     routers = [t for t in found.tensors if t.name.endswith("gate.weight")]
     assert len(routers) == blocks and not any(t.is_linear for t in routers)
@@ -43,15 +43,20 @@ def test_experts_that_are_no_list_are_counted_too():
         }
         stored[f"{mixture}.router.layer.weight"] = 4, 64
     infos = [parameters.Tensor(name, shape, 2 * math.prod(shape)) for name, shape in stored.items()]
-    found, _ = parameters.from_headers(infos, settings)
-    assert found.active(settings) == found.count - 3 * 3 * (256 * 64 + 64 * 128) and found.fused_experts
+    found = parameters.from_headers(infos, settings)
+    assert found.active == found.count - 3 * 3 * (256 * 64 + 64 * 128)
+    shapes = {linear.shape for linear in found.linears}
+    assert shapes == {(128, 64), (64, 128)} and len(found.linears) == 3 * 4 * 3
+    for odd in ((10**9, 0, 64), (0, 64, 64), (4, 64, 5), (10**5, 64, 64)):
+        other = parameters.Tensor("model.layers.0.mlp.experts.down_proj", odd, 2 * math.prod(odd))
+        assert parameters.from_headers([*infos, other], settings).count == found.count + math.prod(odd)
     unsaid = Settings({key: value for key, value in settings.values.items() if "experts" not in key})
-    assert found.active(unsaid) is None
+    assert parameters.from_headers(infos, unsaid).active is None
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_published_counts(name):
-    assert source.from_config(CONFIGS[name])[1].count == PARAMETERS[name]
+    assert source.from_config(CONFIGS[name]).count == PARAMETERS[name]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -21,11 +21,12 @@ def test_a_family_without_a_default_says_what_is_absent():
 def test_null_is_no_omission():
     """As many key/value heads as heads, and no window."""
     told = {"model_type": "mistral", "num_attention_heads": 16, "hidden_size": 1024, "num_hidden_layers": 1}
-    settings, found = source.from_config(told)
+    found = source.from_config(told)
+    settings = found.settings
     assert settings.kv_heads == 8 and layer_caches(settings, found)[0].window == 4096
     assert Settings.of(told | {"num_key_value_heads": None}).kv_heads == 16
-    null, found = source.from_config(told | {"sliding_window": None})
-    assert layer_caches(null, found)[0].kind == "full"
+    null = source.from_config(told | {"sliding_window": None})
+    assert layer_caches(null.settings, null)[0].kind == "full"
 
 
 def test_what_is_left_out_is_filled_in_unless_it_is_said_under_another_name():

@@ -49,7 +49,7 @@ def test_blocks_for_further_tokens_are_stored_and_not_read(tmp_path):
     save_headers(tmp_path / "m", tensors, config)
     found = source.read(str(tmp_path / "m"))
     assert found.parameters.count == 2 * 512 * 64 + 3 * 128 * 64
-    assert formats.weights("bf16", found.parameters, found.settings).read_bytes == 2 * (512 + 2 * 128) * 64
+    assert formats.weights("bf16", found.parameters).read_bytes == 2 * (512 + 2 * 128) * 64
 
 
 LAYOUTS = {  # method, options
@@ -115,7 +115,7 @@ def test_shapes_that_no_header_tells_are_those_of_the_family(packed):
     assert {e.name: e.shape for e in entries} == {t.name: t.shape for t in whole.parameters.tensors}
     strange = quantized.entries(replace(contents, config=contents.config | {"model_type": "strange"}))
     assert sum(torch.Size(entry.shape).numel() for entry in strange) == whole.parameters.count
-    assert parameters.from_headers(strange, whole.settings)[0].linears == []
+    assert parameters.from_headers(strange, whole.settings).linears == []
 
 
 def test_experts_in_mxfp4(tmp_path):
@@ -130,11 +130,16 @@ def test_experts_in_mxfp4(tmp_path):
     config |= {"num_experts_per_tok": 1, "quantization_config": {"quant_method": "mxfp4"}}
     save_headers(tmp_path / "m", tensors, config)
     found = source.read(str(tmp_path / "m"))
-    experts = [tensor for tensor in found.parameters.tensors if tensor.name.endswith("gate_up_proj.weight")]
-    assert [tensor.shape for tensor in experts] == [(4, 256, 64)] * 2
-    assert experts[0].in_file == 4 * 256 * 2 * 17
+    experts = found.parameters.linears
+    assert {tensor.name for tensor in experts if tensor.block == 1} == {
+        f"model.layers.1.mlp.experts.{expert}.{name}_proj.weight"
+        for expert in range(4)
+        for name in ("gate", "up")
+    }
+    assert {tensor.shape for tensor in experts} == {(128, 64)}
+    assert sum(tensor.in_file for tensor in experts) == 2 * 4 * 256 * 2 * 17
     assert found.parameters.count == 2 * 512 * 64 + 2 * 4 * 256 * 65
-    read = formats.weights("stored", found.parameters, found.settings).read_bytes
+    read = formats.weights("stored", found.parameters).read_bytes
     assert read == 2 * 512 * 64 + 2 * (4 * 256 * 2 * 17 + 2 * 4 * 256) // 4
 
 
@@ -291,14 +296,14 @@ def test_other_architectures_are_known_by_their_projections_unless_something_is_
     )
     found = source.read(str(moe))
     assert found.settings.model_type == "qwen3_moe" and found.settings.kv_heads == 2
-    assert found.parameters.active(found.settings) == found.parameters.count - 2 * 3 * 64 * 64
+    assert found.parameters.active == found.parameters.count - 2 * 3 * 64 * 64
 
 
 def test_experts_of_old_gguf_files_lie_one_by_one(tmp_path):
     experts = {f"blk.{b}.ffn_up.{k}.weight": (64, 64) for b in range(2) for k in range(4)}
     keys = KEYS | {"attention.head_count_kv": 2, "expert_count": 4, "expert_used_count": 2}
     found = source.read(str(write_gguf(tmp_path / "a.gguf", "llama", keys, TENSORS | experts)))
-    assert found.parameters.active(found.settings) == found.parameters.count - 2 * 2 * 64 * 64
+    assert found.parameters.active == found.parameters.count - 2 * 2 * 64 * 64
     assert forecast.of_source(found, QUESTION)["job"]["nf4"]["peak_memory_bytes"]
 
 
@@ -312,5 +317,5 @@ def test_a_gguf_file_that_is_no_model_is_refused(tmp_path):
 def test_headers_of_safetensors_are_entries_too():
     info = TensorInfo("model.layers.0.mlp.up_proj.weight", "BF16", (128, 64), source.Path("x"), 0, 16384)
     settings = source.Settings.of({"model_type": "llama", "num_hidden_layers": 1})
-    (tensor,) = parameters.from_headers([info], settings)[0].tensors
+    (tensor,) = parameters.from_headers([info], settings).tensors
     assert tensor.in_file == tensor.nbytes == 16384 and tensor.stored_nbytes is None

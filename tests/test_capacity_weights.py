@@ -8,7 +8,7 @@ import transformers as hf
 from families import FAMILIES, GATED, GROUPED
 from published import CONFIGS
 
-from quantkit.capacity import formats, source
+from quantkit.capacity import Unsupported, formats, gguf_tensors, source
 from quantkit.models.gguf import architectures, mixtures, tensors
 from quantkit.models.gguf.file_types import Model
 from quantkit.models.gguf.variants import kv_heads
@@ -18,8 +18,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 
 
 def of_config(name: str, format: str) -> formats.Weights:
-    settings, parameters = source.from_config(CONFIGS[name])
-    return formats.weights(format, parameters, settings)
+    return formats.weights(format, source.from_config(CONFIGS[name]))
 
 
 # ---- published sizes
@@ -33,7 +32,7 @@ def test_octocoder():
     assert of_config("octocoder", "bf16").bytes / GIB == pytest.approx(29.03, rel=0.01)
     assert of_config("octocoder", "int8").bytes / GIB == pytest.approx(15.22, rel=0.04)
     nested = of_config("octocoder", "nf4").bytes
-    linears = source.from_config(CONFIGS["octocoder"])[1].linears
+    linears = source.from_config(CONFIGS["octocoder"]).linears
     plain = nested + sum(tensor.size for tensor in linears) * (32 - 8 - 1 / 8) / 64 / 8
     decoded = 2 * max(tensor.size for tensor in linears)
     assert (plain + decoded) / GIB == pytest.approx(9.54, rel=0.08)
@@ -57,11 +56,14 @@ def test_parameters_alone_in_gguf(params, file_type, gigabytes):
     assert bits == [4.82, 4.57, 4.55]
 
 
-def test_typical_bits_are_those_of_a_llama_3_8b():
-    settings, llama = source.from_config(CONFIGS["Llama-3-8B"])
+def test_typical_bits_are_those_of_a_llama_3_8b(monkeypatch):
+    """The tensors are listed once for all file types."""
+    llama, listed, of_dense = source.from_config(CONFIGS["Llama-3-8B"]), [], gguf_tensors._of_dense
+    monkeypatch.setattr(gguf_tensors, "_of_dense", lambda *model: listed.append(model) or of_dense(*model))
     for name in formats.FILE_TYPES:
-        bits = formats.weights(name, llama, settings).bits_per_weight
+        bits = formats.weights(name, llama).bits_per_weight
         assert formats.typical_bits(name, llama.count) == round(bits, 2)
+    assert len(listed) == 1
 
 
 # ---- GGUF
@@ -98,7 +100,7 @@ def test_gguf_tensors_are_those_of_the_exporter(name):
     targets = tensors.of_config(config)
     row = architectures.of_config(config)
     model = Model(row.name, config.num_hidden_layers, config.num_attention_heads, kv_heads(config))
-    settings, found = source.from_config(json.loads(config.to_json_string()))
+    found = source.from_config(json.loads(config.to_json_string()))
     for file_type in ("Q8_0", "Q6_K", "Q4_K_M", "Q3_K_M", "Q2_K", "IQ4_XS", "IQ3_XXS", "NVFP4"):
         choices = mixtures.choose(file_type, model, [(target.name, target.shape) for target in targets], True)
         scales = [4 if c.type == "NVFP4" else 0 for c in choices]  # one float32 beside each matrix
@@ -117,8 +119,10 @@ def test_gguf_tensors_are_those_of_the_exporter(name):
             for t, c in zip(targets, choices, strict=True)
             if c.type != "F32" and t.name.startswith("blk.")
         )
-        expected = (total, packed + sum(scales), total - sum(tables), weights)
-        assert formats.file_bytes(file_type, found, settings) == expected
+        packed += sum(scales)
+        bits, stream_bits = 8 * total / found.count, 8 * packed / weights
+        expected = formats.Weights(total, packed, total - sum(tables), bits, stream_bits)
+        assert formats.weights(file_type, found) == expected
 
 
 def test_llama_2_7b_in_gguf():
@@ -142,15 +146,12 @@ def test_mixtral_8x7b_in_gguf():
 
 
 def test_what_a_format_cannot_hold_is_said():
-    settings, gpt2 = source.from_config(CONFIGS["gpt2"])
-    assert formats.weights("gptq", gpt2, settings).bytes
-    refused = formats.weights("awq", gpt2, settings)
-    assert (
-        refused.bytes is None
-        and refused.reason
-        == "awq's clients replace nn.Linear alone, and this is a Conv1D: use gptq (48 linears)"
-    )
-    settings, narrow = source.from_config(CONFIGS["Llama-2-7b"] | {"intermediate_size": 11000})
-    found = formats.weights("mlx", narrow, settings)
-    assert found.reason == "11000 columns do not split into groups of 64 (32 linears)"
-    assert formats.weights("int8", narrow, settings).bytes
+    gpt2 = source.from_config(CONFIGS["gpt2"])
+    assert formats.weights("gptq", gpt2).bytes
+    refused = r"awq's clients replace nn.Linear alone, and this is a Conv1D: use gptq \(48 linears\)"
+    with pytest.raises(Unsupported, match=refused):
+        formats.weights("awq", gpt2)
+    narrow = source.from_config(CONFIGS["Llama-2-7b"] | {"intermediate_size": 11000})
+    with pytest.raises(Unsupported, match=r"11000 columns do not split into groups of 64 \(32 linears\)"):
+        formats.weights("mlx", narrow)
+    assert formats.weights("int8", narrow).bytes

@@ -394,6 +394,9 @@ def test_the_command_says_what_it_did(workplace, quantkit, tmp_path, capsys):
     measured = [model["metrics"]["kld"] for model in record["eval"]["models"]]
     assert measured[0] is None and measured[2]["mean"] < measured[1]["mean"]
     assert "is already finished" in quantkit(*asked, "--resume").out
+    shutil.copytree(workplace / "student", tmp_path / "other")
+    other = ["distill", workplace / "teacher", "other", *small, "-o", "student-distilled", "--resume"]
+    assert quantkit(*other).code == 2, "the output of another student is not finished"
     told = quantkit("inspect", "student-distilled").out.replace("\n", " ")
     assert f"distilled (held-out KL divergence {record['before']:.5f} → {record['after']:.5f})" in told
     capsys.readouterr()

@@ -40,5 +40,5 @@ def test_a_quantized_hybrid_computes_in_llama_cpp_what_it_decodes_to(source, tmp
         infos[f"blk.0.ssm_{part}"].dtype for part in ("conv1d.weight", "a", "dt.bias", "norm.weight")
     } == {"F32"}
     planned = sizes.read(str(source))
-    total = formats.file_bytes("Q8_0", planned.parameters, planned.settings)[0]
+    total = formats.weights("Q8_0", planned.parameters).bytes
     assert total == path.stat().st_size - min(info.offset for info in infos.values())

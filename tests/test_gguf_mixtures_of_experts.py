@@ -221,7 +221,7 @@ def test_encoded_files_compute_in_llama_cpp_what_they_decode_to(source, tmp_path
     agrees_with_llama_cpp(path)
     if name in planned.FILE_TYPES:
         for size in (sizes.read(str(source)), sizes.read(str(source / "config.json")), sizes.read(str(path))):
-            assert planned.file_bytes(name, size.parameters, size.settings)[0] == tensor_bytes(path)
+            assert planned.weights(name, size.parameters).bytes == tensor_bytes(path)
     checkpoint, original = open_checkpoint(str(path)), open_checkpoint(str(source))
     for target in of_checkpoint(original):
         if "_exps." not in target.name:

@@ -68,7 +68,7 @@ def test_error_feedback_and_importance_know_the_wrappers_names(tmp_path):
         summary = jobs.quantize("gguf", folder, path, options, calibration=arguments["calibration"])
         assert summary.linears == 3 * 7
         found = sizes.read(str(folder))
-        planned, *_ = formats.file_bytes("Q4_K_M", found.parameters, found.settings)
+        planned = formats.weights("Q4_K_M", found.parameters).bytes
         _, infos = read_header(path)
         assert planned == path.stat().st_size - min(info.offset for info in infos.values())
         found = blocks.logits(path, IDS)

@@ -183,7 +183,7 @@ def test_plan_knows_the_bytes(form, tmp_path, name, plan, options):
     source = form(name, hidden_size=128, intermediate_size=256)
     job = jobs.prepare("gptq", source, tmp_path / "out", options)
     found = read(str(source))
-    assert formats.weights(plan, found.parameters, found.settings).bytes == job.plan.output_bytes
+    assert formats.weights(plan, found.parameters).bytes == job.plan.output_bytes
 
 
 # ---- what the head is

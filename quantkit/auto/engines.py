@@ -10,14 +10,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.auto.scaling import exchanged
 from quantkit.auto.units import Candidate, Choice, Preset, Unit
 from quantkit.grids.ggml import TYPES, named
 from quantkit.grids.grid import Grid
@@ -185,8 +183,8 @@ class GgufSpace:
             equal.setdefault(key, []).extend([block] if unit.block is not None else [])
         patterns = []
         for (leaf, kind), numbers in sorted(equal.items()):
-            places = r"\d+" if len(numbers) == len(blocks) else f"({'|'.join(numbers)})"
-            prefix = rf"blk\.{places}\." if numbers else ""
+            index = r"\d+" if len(numbers) == len(blocks) else f"({'|'.join(numbers)})"
+            prefix = rf"blk\.{index}\." if numbers else ""
             patterns.append(f"^{prefix}{re.escape(leaf)}$={kind}")
         common = _bits(_most_frequent(units, choice))
         nearest = min(FILE_TYPES, key=lambda name: abs(_bits(FILE_TYPES[name].base) - common))
@@ -215,12 +213,12 @@ class GgufOutside:
     def __init__(self, job: Job, batches: Sequence[Tensor]):
         self._job, self._batches, self._statistics = job, batches, None
         self._targets = {target.name: target for target in job.method.output.targets}
+        self._head = OUTPUT if OUTPUT in self._targets else EMBEDDING  # tensor of the output matrix
         self._values: dict[str, Tensor] = {}
 
     def solve(self, unit: Unit, chosen: Candidate) -> Errors:
-        """Return the errors of a unit, and keep the chosen candidate for `replaced`."""
-        job, target = self._job, self._targets[unit.name]
-        head = target.name == (OUTPUT if OUTPUT in self._targets else EMBEDDING)
+        """Return the errors of a unit, and keep the chosen candidate for `values`."""
+        job, target, head = self._job, self._targets[unit.name], unit.name == self._head
         if head and self._statistics is None:
             self._statistics = of_head(job.skeleton, self._batches)
         weight = target.read(job.skeleton.checkpoint).float()
@@ -233,8 +231,8 @@ class GgufOutside:
         if head:
             material, grid, tied = job.material, named(chosen.name), target.name == EMBEDDING
             layout, solver = material.layout, job.method.solver
-            found, _ = solved_rows(weight, grid, layout, material, solver, self._statistics, tied)
-            rows = found[layout.marker]
+            tensors, _ = solved_rows(weight, grid, layout, material, solver, self._statistics, tied)
+            rows = tensors[layout.marker]
         else:
             rows = encode_rows(chosen.name, weight, None)
         values = decode_rows(chosen.name, rows, weight.shape[1])
@@ -251,13 +249,12 @@ class GgufOutside:
             hessian.diagonal().add_(TIED * hessian.diagonal().mean())
         return hessian
 
-    def replaced(self, unit: Unit) -> AbstractContextManager[None]:
-        """Return a context in which the model computes with the solved weights."""
-        model, target = self._job.skeleton.model, self._targets[unit.name]
-        own = {name for other in self._targets.values() for name in other.parameters}
-        (name,) = target.parameters
-        twins = {a for pair in model.all_tied_weights_keys.items() if name in pair for a in pair} - own
-        return exchanged(model, dict.fromkeys((name, *twins), self._values[unit.name]))
+    def values(self, unit: Unit) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the solved weight by its name in the model, once for embedding tokens and once for logits;
+        {} where the model does not use this matrix."""
+        (name,) = self._targets[unit.name].parameters
+        values = {name: self._values[unit.name]}
+        return values if unit.name == EMBEDDING else {}, values if unit.name == self._head else {}
 
 
 Space = FolderSpace | GgufSpace

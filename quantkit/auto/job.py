@@ -205,7 +205,7 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
         what = f"--no-sym: {request.options.engine} does not read several widths with zero points"
         require(space.zero_points, what, "leave out --no-sym, or use --engine any", UNSUPPORTED)
         space = replace(space, symmetric=False)
-    output, one_file = request.place, space.method.name == "gguf"
+    output, one_file = request.destination, space.method.name == "gguf"
     shared = recipe.Recipe(space.method.name, values={"run.dtype": MEASURED_IN} | request.typed)
     listing = recipe.merge(shared, (), {"model": request.source, "output": output}, **request.opening)
     listing = replace(listing, method=space.method, open_groups=not one_file)
@@ -244,10 +244,10 @@ def _apart(tokens: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
     sensitivities differ between kinds of text."""
     count, length = tokens.shape
     measured = min(math.ceil(wanted / length), max(1, count // 4))
-    places = {round((k + 0.5) * count / measured - 0.5) for k in range(measured)}
-    rest = [k for k in range(count) if k not in places] or list(places)
+    chosen = {round((k + 0.5) * count / measured - 0.5) for k in range(measured)}
+    rest = [k for k in range(count) if k not in chosen] or list(chosen)
     step = math.ceil(len(rest) * length / STATISTICS_TOKENS)
-    return tokens[sorted(places)], tokens[rest[::step]]
+    return tokens[sorted(chosen)], tokens[rest[::step]]
 
 
 def _refuse_few(options: AutoOptions, tokens: Tensor, windows: Windows) -> None:

@@ -116,7 +116,7 @@ class AutoRequest:
         return {name: getattr(self, name) for name in ("revision", "offline", "trust_remote_code")}
 
     @property
-    def place(self) -> Path:
+    def destination(self) -> Path:
         """The output's path: as requested, or a derived name such as `model-auto-3.5bpw`. If a folder is
         requested for a GGUF file and exists: the derived name in this folder."""
         options, one_file = self.options, self.options.engine == "llama.cpp"

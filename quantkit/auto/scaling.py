@@ -8,11 +8,10 @@ units can be replaced in the original block, and only the scales are stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantkit.quantize.calibrate.measure import Measuring
 from quantkit.quantize.calibrate.sites import Site
@@ -52,24 +51,9 @@ def of_block(measuring: Measuring, transform: ColumnScaling | None) -> Scales:
     if transform is None or not block.around:
         return Scales()
     statistics = measuring.at_once(block.around, transform.sample)
-    with exchanged(block.module, dict(block.module.named_parameters(remove_duplicate=False))):
-        transformed = transform.apply(measuring.view(statistics))
+    original = block.module.state_dict()  # the transform replaces parameters
+    transformed = transform.apply(measuring.view(statistics))
+    block.module.load_state_dict(original, assign=True)
     linears = {name for site in block.around for name in site.linears}
     rows = {name: factor for name, factor in transformed.row_factors.items() if name in linears}
     return Scales(transformed.divided_by, rows)
-
-
-@contextmanager
-def exchanged(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace parameters of a module by name during the context; names with one tensor stay tied."""
-    places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in parameters]
-    before = [getattr(owner, leaf) for owner, leaf in places]
-    made: dict[int, nn.Parameter] = {}
-    try:
-        for (owner, leaf), own, values in zip(places, before, parameters.values(), strict=True):
-            moved = values.to(own.device, own.dtype)
-            setattr(owner, leaf, made.setdefault(id(values), nn.Parameter(moved, requires_grad=False)))
-        yield
-    finally:
-        for (owner, leaf), own in zip(places, before, strict=True):
-            setattr(owner, leaf, own)

@@ -96,12 +96,12 @@ def read(path: Path) -> Sensitivities:
     return Sensitivities(**{name: value for name, value in stored.items() if name != "schema"})
 
 
-def measure(auto: Auto, progress: Progress, known: Sensitivities | None = None) -> Iterator[Sensitivities]:
-    """Measure all units that have no row in `known`. Yield the table after each walk through the model, the
+def measure(auto: Auto, progress: Progress, saved: Sensitivities | None = None) -> Iterator[Sensitivities]:
+    """Measure all units that have no row in `saved`. Yield the table after each walk through the model, the
     complete table last. A unit's row is the same whether or not the search was interrupted."""
     began, job = time.monotonic(), auto.job
-    known = known or Sensitivities(auto.identity, auto.tokens.numel(), 0.0, None, {})
-    missing = known.missing(auto.units)
+    saved = saved or Sensitivities(auto.identity, auto.tokens.numel(), 0.0, None, {})
+    missing = saved.missing(auto.units)
     skeleton = job.skeleton
     skeleton.streams = False  # a block's experts are replaced together
     progress.phase("loading")
@@ -126,8 +126,8 @@ def measure(auto: Auto, progress: Progress, known: Sensitivities | None = None) 
                 name: {"errors": solving.errors[name], "divergence": divergence}
                 for name, divergence in changes.items()
             }
-            seconds = known.seconds + time.monotonic() - began
-            yield replace(known, units={**known.units, **rows}, seconds=seconds, usual=of_usual)
+            seconds = saved.seconds + time.monotonic() - began
+            yield replace(saved, units={**saved.units, **rows}, seconds=seconds, usual=of_usual)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     skeleton.model.to("meta")

@@ -97,7 +97,7 @@ def _print_choice(console: Console, choice: dict[str, str]) -> None:
     """Print {unit: candidate}; units of the same name and candidate in several blocks share a row."""
     equal: dict[str, dict[str, list[int]]] = {}
     for unit, candidate in choice.items():
-        block, name = names.split(unit)
+        _, block, name = names.split(unit)
         blocks = equal.setdefault(name, {}).setdefault(candidate, [])
         blocks += [] if block is None else [block]
     table = make_table("linears", "blocks", "stored as")

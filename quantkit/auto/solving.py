@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ States = list[Tensor]  # batches of hidden states, `[batch, tokens, hidden]`
 Values = Mapping[str, Tensor]  # weights `[out, in]` by the names of linears inside a block
 HESSIAN_BYTES = 1 << 30  # maximum of Hessians in memory: many experts are measured in parts
 # The loaded block; its scales; statistics of its sites after the transform, without experts.
-Known = tuple[Block, Scales, dict[Site, SiteStatistics]]
+Loaded = tuple[Block, Scales, dict[Site, SiteStatistics]]
 
 
 class Solving:
@@ -46,7 +45,7 @@ class Solving:
         self.errors: dict[str, Errors] = {}
         self._usual_errors: dict[str, dict[str, float]] = {}  # by unit, {usual candidate: error}
         self._usual = {spec.name: usual(unit).name for unit in auto.units for spec in unit.specs}
-        self._known: Known | None = None
+        self._loaded: Loaded | None = None
 
     def usual(self, index: int, entering: States) -> Values:
         """Return the weights of all units of the loaded block in their usual candidates. entering: hidden
@@ -109,33 +108,31 @@ class Solving:
     ) -> list[Grid]:
         return [self._space.grid(specs[name], candidate.name) for name in names]
 
-    def outside(self, unit: Unit) -> AbstractContextManager[None]:
-        """Return a context in which a matrix outside the blocks has its measured candidate."""
-        assert self._outside is not None, "the space has units outside the blocks, and replaces them"
-        if unit.name not in self.errors:
-            self.errors[unit.name] = self._outside.solve(unit, measured(unit))
-        return self._outside.replaced(unit)
+    def outside(self, unit: Unit) -> tuple[Values, Values]:
+        """Return `GgufOutside.values` of a matrix outside the blocks in its measured candidate."""
+        self.errors[unit.name] = self._outside.solve(unit, measured(unit))
+        return self._outside.values(unit)
 
     def _measured(self, unit: Unit, entering: States) -> Iterator[tuple[Site, SiteStatistics, Scales]]:
         """Yield each site of the unit with its Hessian and scales; experts are measured in parts."""
-        if self._known is None or self._known[0].index != unit.block:
-            self._known = None  # frees the statistics of the previous block
-            self._known = self._block(unit.block, entering)
-        block, scales, known = self._known
+        if self._loaded is None or self._loaded[0].index != unit.block:
+            self._loaded = None  # frees the statistics of the previous block
+            self._loaded = self._block(unit.block, entering)
+        block, scales, statistics = self._loaded
         names = {spec.local for spec in unit.specs}
         sites = [site for site in block.sites if names.intersection(site.linears)]
-        yield from ((site, known[site], scales) for site in sites if site in known)
+        yield from ((site, statistics[site], scales) for site in sites if site in statistics)
         layers = {site.pool: site for site in block.sites if not site.linears}
-        for part in _in_parts([site for site in sites if site not in known]):
-            gathered = self._measuring(block, entering).at_once([layers[part[0].pool], *part])
-            yield from ((site, gathered.pop(site), scales) for site in part)
+        for experts in _in_batches([site for site in sites if site not in statistics]):
+            gathered = self._measuring(block, entering).at_once([layers[experts[0].pool], *experts])
+            yield from ((site, gathered.pop(site), scales) for site in experts)
 
     def _measuring(self, block: Block, entering: States) -> Measuring:
         job = self._job
         given = job.plan.execution, frozenset({Statistic.HESSIAN}), job.request.run.experts, Timings()
         return Measuring(job.skeleton, block, entering, *given, len(entering))
 
-    def _block(self, index: int, entering: States) -> Known:
+    def _block(self, index: int, entering: States) -> Loaded:
         """Return the block with the grids of its usual candidates, its scales, and its sites' statistics."""
         skeleton = self._job.skeleton
         module, probe = skeleton.blocks[index], entering[0][:1, :PROBE_TOKENS]
@@ -149,7 +146,7 @@ class Solving:
         scales = scaling.of_block(measuring, self._job.method.transform)
         plain = [site for site in block.chosen if site.pool is None]
         measured = measuring.at_once(plain) if plain else {}
-        return block, scales, {site: scales.entering(site, own) for site, own in measured.items()}
+        return block, scales, {site: scales.entering(site, sums) for site, sums in measured.items()}
 
 
 def _lost(
@@ -162,13 +159,14 @@ def _lost(
     return sum(loss(delta, statistics.hessian) for delta in outputs) * statistics.tokens
 
 
-def _in_parts(sites: Sequence[Site]) -> Iterator[list[Site]]:
+def _in_batches(sites: Sequence[Site]) -> Iterator[list[Site]]:
     """Yield lists of experts' sites of one layer whose Hessians take at most HESSIAN_BYTES."""
-    part: list[Site] = []
+    batch: list[Site] = []
     for site in sites:
-        if part and (site.pool != part[0].pool or (len(part) + 1) * 4 * site.in_features**2 > HESSIAN_BYTES):
-            yield part
-            part = []
-        part.append(site)
-    if part:
-        yield part
+        nbytes = (len(batch) + 1) * 4 * site.in_features**2
+        if batch and (site.pool != batch[0].pool or nbytes > HESSIAN_BYTES):
+            yield batch
+            batch = []
+        batch.append(site)
+    if batch:
+        yield batch

@@ -16,14 +16,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from quantkit.auto.scaling import exchanged
 from quantkit.auto.solving import Solving, States, Values
 from quantkit.auto.units import Unit
 from quantkit.models.skeleton import Skeleton
@@ -34,12 +32,12 @@ Divergence = dict[str, float]  # mean over tokens and standard error, in nats
 
 @dataclass
 class _Stream:
-    """The usual model's hidden states with one unit replaced. unit: its name. head: returns a context in
-    which to compute logits."""
+    """The usual model's hidden states with one unit replaced. unit: its name. head: the unit's weight, by its
+    name in the model, if logits are computed with it."""
 
     unit: str
     states: States
-    head: Callable[[], AbstractContextManager[None]] = nullcontext
+    head: Values = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -64,34 +62,35 @@ def measure(
     streams: list[_Stream] = []
     while pending and pending[0].block is None:
         unit = pending.popleft()
-        with replacer.outside(unit):  # embedding or output matrix; both if tied
-            states = [skeleton.embed(ids) for ids in tokens]
-        streams.append(_Stream(unit.name, states, partial(replacer.outside, unit)))
+        embedding, head = replacer.outside(unit)
+        streams.append(_Stream(unit.name, [skeleton.embed(ids, embedding) for ids in tokens], head))
         report()
     original = [skeleton.embed(ids) for ids in tokens]
     usual, entering = original, [skeleton.embed(ids) for ids in calibration]
     start, of_usual, final = 0, None, []  # of_usual: of the usual model, whose final states are `final`
     while pending or streams:
         next_walk = None
-        for index, block in walk.blocks(
+        for index, _ in walk.blocks(
             skeleton, lambda index: (None, True), only=range(start, len(skeleton.blocks))
         ):
-            values, started = _weights(replacer.usual(index, entering)), []
+            stored, started = replacer.usual(index, entering), []
             while pending and pending[0].block == index:
                 if len(streams) + len(started) >= limit:
                     next_walk = next_walk or (index, usual, entering)
                     break
                 unit = pending.popleft()
-                with exchanged(block, values | _weights(replacer.measured(unit, entering))):
-                    started.append(_Stream(unit.name, _run(skeleton, index, usual)))
+                replaced = {**stored, **replacer.measured(unit, entering)}
+                states = _run(skeleton, index, usual, _weights(skeleton, replaced))
+                started.append(_Stream(unit.name, states))
                 report()
-            original = original if of_usual else _run(skeleton, index, original)
-            with exchanged(block, values):
-                for stream in streams:
-                    stream.states = _run(skeleton, index, stream.states)
-                if of_usual is None or (pending and next_walk is None):
-                    usual, entering = _run(skeleton, index, usual), _run(skeleton, index, entering)
+            original = original if of_usual else _run(skeleton, index, original, {})
+            values = _weights(skeleton, stored)
+            for stream in streams:
+                stream.states = _run(skeleton, index, stream.states, values)
+            if of_usual is None or (pending and next_walk is None):
+                usual, entering = (_run(skeleton, index, states, values) for states in (usual, entering))
             streams += started
+            del values, stored  # memory for the next block
         if of_usual is None:
             final, of_usual = usual, _divergence(skeleton, original, _Stream("", usual))
         changes |= {stream.unit: _divergence(skeleton, final, stream) for stream in streams}
@@ -101,21 +100,18 @@ def measure(
             start, usual, entering = next_walk
 
 
-def _weights(values: Values) -> dict[str, Tensor]:
-    return {f"{name}.weight": weight for name, weight in values.items()}
+def _weights(skeleton: Skeleton, values: Values) -> Values:
+    """Return weights by the names of parameters in a block, in the dtype in which the block runs."""
+    return {f"{name}.weight": weight.to(skeleton.dtype) for name, weight in values.items()}
 
 
-def _run(skeleton: Skeleton, index: int, states: States) -> States:
-    return list(skeleton.outputs(index, states))
+def _run(skeleton: Skeleton, index: int, states: States, values: Values) -> States:
+    return [skeleton.trace_block(index, hidden, values) for hidden in states]
 
 
 def _divergence(skeleton: Skeleton, reference: States, stream: _Stream) -> Divergence:
     """Return the KL divergence of a stream from the reference's predictions, a mean over tokens."""
-
-    def logits(hidden: Tensor) -> Tensor:
-        with stream.head():
-            return skeleton.logits(hidden)
-
+    logits = partial(skeleton.logits, values=stream.head)
     pairs = zip(reference, stream.states, strict=True)
     vocabulary = skeleton.checkpoint.text_config.vocab_size
     by_token = divergence.of_tokens(skeleton.logits, logits, pairs, vocabulary)

@@ -9,7 +9,8 @@ second and without torch. transformers fills in missing values; importing transf
     parameters.py    the tensors of a model
     kv_cache.py      values that each layer keeps per token, and their bytes
     meta.py          the same three, by transformers; the only module here that imports transformers
-    formats.py       bytes of the weights in each format, llama.cpp's file types included
+    formats.py       bytes of the weights in each format, llama.cpp's file types included;
+                     gguf_tensors.py: names and shapes in a GGUF file
     question.py      the command's flags
     devices.py       memory, bandwidth and FLOPS of known devices; the roofline
     speed.py         a benchmark of this machine

@@ -125,8 +125,3 @@ def optimal_batch(flops: float, bandwidth: float, bytes_per_weight: float) -> fl
     flops: operations per second. bandwidth: bytes per second.
     """
     return flops * bytes_per_weight / (2 * bandwidth)
-
-
-def tokens_per_second(bandwidth: float, weight_bytes: float, cache_bytes: float = 0) -> float:
-    """Return the upper bound for one sequence: bandwidth (bytes/s) divided by the bytes read per token."""
-    return bandwidth / (weight_bytes + cache_bytes)

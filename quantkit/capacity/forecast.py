@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from quantkit.capacity import Unsupported, devices, formats, job, kv_cache, source
-from quantkit.capacity.formats import Weights
 from quantkit.capacity.kv_cache import LayerCache
 from quantkit.capacity.question import Question
 from quantkit.capacity.settings import HEADS, Settings
@@ -35,14 +34,13 @@ def answer(
     require((model is None) != (params is None), "give either a model or --params", hint, USAGE)
     question.check()  # before the model is read
     if model is None:
-        counted = Source(None, None, None, "--params", (AS_IF_PACKED,), count=source.parse_count(params))
+        counted = Source(None, None, "--params", (AS_IF_PACKED,), count=source.parse_count(params))
         return of_source(counted, question)
     return of_source(source.read(model, revision, offline), question)
 
 
 def of_source(source: Source, question: Question) -> dict[str, Any]:
-    """Return the JSON record of `quantkit plan` for a model. Raises QuantkitError for invalid flags."""
-    question.check()
+    """Return the JSON record of `quantkit plan` for a model."""
     method = formats.named(question.format) if question.format else None
     settings, parameters = source.settings, source.parameters
     tokens = question.ctx or USUAL_TOKENS
@@ -58,10 +56,8 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
             cache = {"bytes_per_sequence": None, "unsupported": str(error)}
     if parameters is None:
         notes.append("what a job takes depends on the model's shapes: give a model instead of --params")
-    weights = {
-        name: _fit(sizes, question, caches, tokens, formats.computes(name))
-        for name, sizes in _weights(source).items()
-    }
+    names = (formats.STORED,) * bool(parameters and parameters.exact) + formats.names()
+    weights = {name: _in_format(name, source, question, caches, tokens) for name in names}
     if question.device and question.device.count > 1:
         notes.append(
             f"{question.device.count} devices are counted as one, an upper bound: communication takes time, "
@@ -81,20 +77,12 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
     }
 
 
-def _weights(source: Source) -> dict[str, formats.Weights]:
-    """Return the model's sizes by name of format; `stored` comes first if headers were read."""
-    if source.parameters is None:
-        return {name: formats.by_count(name, *source.count) for name in formats.names()}
-    names = (formats.STORED, *formats.names()) if source.parameters.exact else formats.names()
-    return {name: formats.weights(name, source.parameters, source.settings) for name in names}
-
-
 def _parameters(source: Source) -> dict[str, Any]:
     parameters = source.parameters
     exact = bool(parameters) and parameters.exact
     return {
         "count": parameters.count if parameters else source.count[0],
-        "active": parameters.active(source.settings) if parameters else source.count[1],
+        "active": parameters.active if parameters else source.count[1],
         "exact": exact,
         "basis": source.basis,
         "stored_bytes": parameters.stored_bytes if exact else None,
@@ -102,33 +90,37 @@ def _parameters(source: Source) -> dict[str, Any]:
     }
 
 
-def _fit(
-    weights: Weights, question: Question, caches: Sequence[LayerCache] | None, tokens: int, computes: str
+def _in_format(
+    name: str, source: Source, question: Question, caches: Sequence[LayerCache] | None, tokens: int
 ) -> dict[str, Any]:
     """Return the JSON of one format: bytes, whether it fits on the device, and bounds on its speed. caches:
-    counted for all sequences, None if unknown. computes: type in which engines multiply."""
-    record: dict[str, Any] = {"bytes": weights.bytes, "bits_per_weight": weights.bits_per_weight}
-    if weights.bytes is None:
-        return record | {"reason": weights.reason}
+    None, and not counted, if unknown."""
+    try:
+        if source.parameters is None:
+            weights = formats.by_count(name, *source.count)
+        else:
+            weights = formats.weights(name, source.parameters)
+    except Unsupported as error:
+        return {"bytes": None, "bits_per_weight": None, "reason": str(error)}
     device, memory, each = question.device, question.memory, weights.stream_bits / 8
-    read = paged = 0
-    if caches is not None:
-        read, paged = (
-            kv_cache.sequence_bytes(caches, tokens, question.kv_bytes, page) for page in (1, kv_cache.PAGE)
-        )
+    computes = formats.computes(name)
+    cached, paged = (
+        kv_cache.sequence_bytes(caches or (), tokens, question.kv_bytes, page) for page in (1, kv_cache.PAGE)
+    )
+    read_bytes = weights.read_bytes and weights.read_bytes + cached
     bandwidth = device and device.bandwidth_gbs and device.bandwidth_gbs * 1e9
     flops = device and device.tflops and device.peak(computes) * 1e12
     free = memory is not None and memory - weights.bytes
-    return record | {
+    return {
+        "bytes": weights.bytes,
+        "bits_per_weight": weights.bits_per_weight,
         "fits": None if memory is None else question.batch * paged <= free,
         "requests_that_fit": max(0, free) // paged if memory is not None and paged else None,
         "bytes_per_weight": each,
         "computes": computes if device is None or computes in device.fewer else formats.BITS16,
         "optimal_batch": devices.optimal_batch(flops, bandwidth, each) if bandwidth and flops else None,
         "read_bytes": weights.read_bytes,
-        "tokens_per_second": devices.tokens_per_second(bandwidth, weights.read_bytes, read)
-        if bandwidth and weights.read_bytes
-        else None,
+        "tokens_per_second": bandwidth / read_bytes if bandwidth and read_bytes else None,
     }
 
 

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
-from quantkit.capacity import Unsupported
+from quantkit.capacity import Unsupported, gguf_tensors
 from quantkit.capacity.parameters import MOST_EXPERTS, Parameters, Tensor
-from quantkit.capacity.settings import Settings
 from quantkit.errors import count, name_all, one_of
-from quantkit.layouts import Layout, LinearSpec, spec_of_shape
+from quantkit.layouts import Layout, spec_of_shape
 from quantkit.models.files.head import EMBEDDING, HEAD
-from quantkit.models.gguf import architectures, mixtures
-from quantkit.models.gguf.architectures import Architecture
+from quantkit.models.gguf import mixtures
 from quantkit.models.gguf.file_types import FILE_TYPES as ALL_FILE_TYPES
 from quantkit.models.gguf.file_types import Model
 from quantkit.quantize import methods
@@ -30,9 +27,7 @@ from quantkit.quantize.methods import Method
 
 ALIGNMENT = 32
 OUTSIDE = {"head": HEAD, "embedding": EMBEDDING}
-Named = Sequence[tuple[str, tuple[int, ...]]]  # GGUF name and shape of every tensor of a file, in its order
 FILE_TYPES = tuple(name for name in ALL_FILE_TYPES if name not in ("F32", "F16", "BF16"))
-POSITIONS = re.compile(r"(.*\.)?(wpe|embed_positions)\.weight")
 FEWEST_OF_LARGE = 20_000_000_000  # parameters; models with more count as large
 SMALLER_GROUPS = (64, 32, 16)
 BITS16 = "16 bit"
@@ -44,20 +39,18 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class Weights:
-    """Sizes of a model in one format. bytes: of all tensors; None if the format cannot store the model.
+    """Sizes of a model in one format. bytes: of all tensors. packed_bytes: of the blocks' linears.
 
-    reason: why it cannot. packed_bytes: of the blocks' linears. read_bytes: bytes that decoding one token
-    reads, without embedding tables and experts not chosen; None if the number of chosen experts is unknown.
-    bits_per_weight: mean over all parameters. stream_bits: bits per weight of the blocks' linears, with
-    scales of groups but not of whole rows.
+    read_bytes: bytes that decoding one token reads, without embedding tables and experts not chosen; None if
+    the number of chosen experts is unknown. bits_per_weight: mean over all parameters. stream_bits: bits per
+    weight of the blocks' linears, with scales of groups but not of whole rows.
     """
 
-    bytes: int | None
+    bytes: int
     packed_bytes: int
     read_bytes: int | None
-    bits_per_weight: float | None
+    bits_per_weight: float
     stream_bits: float
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,13 +75,15 @@ class Packed:
         method = self.method.with_groups((tensor.in_features, tensor.size) for tensor in linears)
         return replace(self, method=method, open_groups=True)
 
-    def stays(self, tensor: Tensor) -> bool:
-        """Return whether a linear stays in 16 bit because no group size divides its columns."""
-        return self.open_groups and tensor.in_features % self.method.options.group_size > 0
+    def packs(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a linear that is packed. A group size that was chosen for the model must
+        divide its columns."""
+        divided = not self.open_groups or tensor.in_features % self.method.options.group_size == 0
+        return tensor.is_linear and divided
 
     def nbytes(self, out_features: int, in_features: int) -> int:
         """Return the bytes of one packed linear."""
-        return self.layout.nbytes(self._spec("", out_features, in_features))
+        return self.layout.nbytes(spec_of_shape(out_features, in_features, self.method.width(in_features)))
 
     def tensor_bytes(self, tensor: Tensor) -> int:
         """Return a tensor's bytes in this format: linears of blocks are packed, and head and embedding if the
@@ -98,9 +93,7 @@ class Packed:
             if bits and tensor.block is None and pattern.fullmatch(tensor.name):
                 width = replace(self.method.width(tensor.shape[1]), bits=bits)
                 return self.layout.nbytes(spec_of_shape(*tensor.shape, width))
-        if not tensor.is_linear or self.stays(tensor):
-            return tensor.nbytes
-        return self.nbytes(tensor.out_features, tensor.in_features)
+        return self.nbytes(tensor.out_features, tensor.in_features) if self.packs(tensor) else tensor.nbytes
 
     @cached_property
     def stream_bits(self) -> float:
@@ -109,38 +102,33 @@ class Packed:
         corners = self.nbytes(high, high) - self.nbytes(high, low) - self.nbytes(low, high)
         return 8 * (corners + self.nbytes(low, low)) / low**2
 
-    def check(self, parameters: Parameters, model_type: str) -> None:
+    def check(self, parameters: Parameters) -> None:
         """Raise Unsupported, with the reasons, if a linear of the blocks cannot be packed."""
-        if reason := self.layout.check_model(model_type):
+        if reason := self.layout.check_model(parameters.settings.model_type):
             raise Unsupported(reason)
         if self.method.options.head and parameters.is_tied:
             raise Unsupported("head and embedding are one tensor")
-        if parameters.fused_experts or not parameters.linears:
-            fused = "experts of a block are one tensor"
-            raise Unsupported(fused if parameters.fused_experts else "no linears")
+        if not parameters.linears:
+            raise Unsupported("no linears")
         refused: Counter[str] = Counter()
         for tensor, _, number in parameters.groups:
-            if tensor.is_linear and not self.stays(tensor) and (why := self._unfit(tensor)):
+            if self.packs(tensor) and (why := self._unfit(tensor)):
                 refused[why] += number
-        if all(map(self.stays, parameters.linears)):
+        if not any(map(self.packs, parameters.linears)):
             raise Unsupported(f"no linear splits into groups of {self.method.options.group_size}")
         if refused:
             reasons = (f"{why} ({count(number, 'linear')})" for why, number in refused.most_common())
             raise Unsupported(name_all(reasons, 2))
 
-    def _spec(self, name: str, out_features: int, in_features: int, conv1d: bool = False) -> LinearSpec:
-        width = self.method.width(in_features)
-        return LinearSpec(name, 0, name, out_features, in_features, width, conv1d=conv1d)
-
     def _unfit(self, tensor: Tensor) -> str | None:
-        spec = self._spec(tensor.local, tensor.out_features, tensor.in_features, tensor.conv1d)
-        size = spec.grid.group_size
-        if spec.in_features % size:
-            smaller = next((size for size in SMALLER_GROUPS if spec.in_features % size == 0), None)
+        columns, width = tensor.in_features, self.method.width(tensor.in_features)
+        if columns % width.group_size:
+            smaller = next((size for size in SMALLER_GROUPS if columns % size == 0), None)
             grouped = smaller and self.method.options.group_size
             fix = f"; --group-size {smaller} fits" if grouped else ""
-            return f"{spec.in_features} columns do not split into groups of {size}{fix}"
-        return self.layout.check(spec)
+            return f"{columns} columns do not split into groups of {width.group_size}{fix}"
+        spec = spec_of_shape(tensor.out_features, columns, width)
+        return self.layout.check(replace(spec, conv1d=tensor.conv1d))
 
 
 @cache
@@ -172,23 +160,18 @@ def computes(name: str) -> str:
     return method.computes if method else BITS16
 
 
-def weights(name: str, parameters: Parameters, settings: Settings) -> Weights:
-    """Return the sizes of a model in the format with this name."""
+def weights(name: str, parameters: Parameters) -> Weights:
+    """Return the sizes of a model in the format with this name. Raises Unsupported, with the reason, if the
+    format cannot store the model."""
     if name == "bf16":
-        return _by_tensor(parameters, settings, lambda tensor: 2 * tensor.size, 16.0)
+        return _by_tensor(parameters, lambda tensor: 2 * tensor.size, 16.0)
     if name == STORED:
-        return _by_tensor(parameters, settings, lambda tensor: tensor.in_file)
-    try:
-        if packed := _packed().get(name):
-            packed = packed.fitted(parameters)
-            packed.check(parameters, settings.model_type)
-            sizes = _by_tensor(parameters, settings, packed.tensor_bytes, packed.stream_bits)
-            kept = parameters.total(lambda tensor: tensor.nbytes if packed.stays(tensor) else 0)
-            return replace(sizes, packed_bytes=sizes.packed_bytes - kept)
-        total, linears, read, weights = file_bytes(name, parameters, settings)
-        return Weights(total, linears, read, 8 * total / parameters.count, 8 * linears / weights)
-    except Unsupported as error:
-        return Weights(None, 0, None, None, 0.0, str(error))
+        return _by_tensor(parameters, lambda tensor: tensor.in_file)
+    if packed := _packed().get(name):
+        packed = packed.fitted(parameters)
+        packed.check(parameters)
+        return _by_tensor(parameters, packed.tensor_bytes, packed.stream_bits, packed.packs)
+    return _of_file(name, parameters)
 
 
 def by_count(name: str, count: int, active: int) -> Weights:
@@ -208,17 +191,17 @@ def by_count(name: str, count: int, active: int) -> Weights:
 
 def _by_tensor(
     parameters: Parameters,
-    settings: Settings,
     nbytes: Callable[[Tensor], int],
     stream_bits: float | None = None,
+    packs: Callable[[Tensor], bool] = lambda tensor: tensor.is_linear,
 ) -> Weights:
     """Return sizes, given a function for the bytes of each tensor. stream_bits: by default computed."""
     total = parameters.total(nbytes)
-    packed = parameters.total(lambda tensor: nbytes(tensor) if tensor.is_linear else 0)
+    packed = parameters.total(lambda tensor: nbytes(tensor) if packs(tensor) else 0)
     if stream_bits is None:
         weights = parameters.total(lambda tensor: tensor.size if tensor.is_linear else 0)
         stream_bits = 8 * packed / weights if weights else 0.0
-    read = parameters.read(settings, nbytes)
+    read = parameters.read(nbytes)
     return Weights(total, packed, read, 8 * total / parameters.count, stream_bits)
 
 
@@ -232,25 +215,17 @@ def typical_bits(file_type: str, count: int) -> float:
     return json.loads(table)[file_type][count >= FEWEST_OF_LARGE]
 
 
-def file_bytes(file_type: str, parameters: Parameters, settings: Settings) -> tuple[int, int, int, int]:
-    """Return (bytes of all tensors with padding, bytes of the blocks' linears, bytes that decoding one token
-    reads, number of weights of the blocks' linears) of a model in a GGUF file of this type.
-
-    A token reads chosen experts and no embedding tables. Raises Unsupported for a family that llama.cpp or
-    quantkit's exporter does not know.
-    """
-    known = (family for family in architectures.TABLE if settings.model_type in family.model_types)
-    family = next(known, None)
-    if family is None:
-        raise Unsupported(f"{settings.model_type} has no GGUF architecture that quantkit knows")
-    # the exporter joins and splits experts: its own list, from a model built of shapes alone
-    built = family.mixture or family.hybrid
-    named = settings.gguf_tensors if built else _of_dense(family, parameters)
+def _of_file(file_type: str, parameters: Parameters) -> Weights:
+    """Return the sizes of a model in a GGUF file of this type, tensors padded. Raises Unsupported for a
+    family that llama.cpp or quantkit's exporter does not know."""
+    file = gguf_tensors.of_model(parameters)
+    if isinstance(file, Unsupported):
+        raise file
+    (family, named), settings = file, parameters.settings
     keys = ("expert_count", "expert_used_count") if family.mixture else ()
     experts, chosen = [settings.size(family.fields[key], most=MOST_EXPERTS) for key in keys] or (0, 0)
     model = Model(family.name, settings.layers, settings.heads, settings.kv_heads, experts)
-    total = 0 if built else _factors(settings)
-    packed, weights, unread = 0, 0, 0
+    total, packed, weights, unread = 0, 0, 0, 0
     has_output = any(name == mixtures.OUTPUT for name, _ in named)
     for choice, (name, shape) in zip(mixtures.choose(file_type, model, named, True), named, strict=True):
         nbytes = mixtures.nbytes(choice.type, shape)
@@ -264,44 +239,9 @@ def file_bytes(file_type: str, parameters: Parameters, settings: Settings) -> tu
             unread += padded
         elif "_exps." in name:
             unread += padded * (experts - chosen) // experts
-    return total, packed, total - unread, weights
+    bits_per_weight, stream_bits = 8 * total / parameters.count, 8 * packed / weights
+    return Weights(total, packed, total - unread, bits_per_weight, stream_bits)
 
 
 def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _of_dense(family: Architecture, parameters: Parameters) -> Named:
-    """Return the GGUF names and shapes of a dense model's tensors, without importing transformers."""
-    named = [
-        (_name(tensor), (tensor.out_features, tensor.in_features) if tensor.is_linear else tensor.shape)
-        for tensor in parameters.language_model
-    ]
-    if family.head == "never":
-        named = [(name, shape) for name, shape in named if name != mixtures.OUTPUT]
-    if family.head == "always" and parameters.is_tied:
-        embedding = next(shape for name, shape in named if name == mixtures.EMBEDDING)
-        named.append((mixtures.OUTPUT, embedding))
-    return sorted(named, key=lambda pair: mixtures.order(pair[0]))
-
-
-def _name(tensor: Tensor) -> str:
-    """Return a GGUF name for which llama-quantize's rules choose the type of the tensor's true GGUF name."""
-    module, _, leaf = tensor.name.rpartition(".")
-    if tensor.block is None:
-        for pattern, name in ((EMBEDDING, "token_embd"), (POSITIONS, "position_embd"), (HEAD, "output")):
-            if pattern.fullmatch(f"{module}.weight"):
-                return f"{name}.{leaf}"
-        return f"{module.rpartition('.')[2]}_norm.{leaf}"
-    return f"blk.{tensor.block}.{tensor.projection or tensor.local.removesuffix(f'.{leaf}')}.{leaf}"
-
-
-def _factors(settings: Settings) -> int:
-    """Return the bytes of the tensors with factors for rotary frequencies; 0 if the model has none."""
-    rope = settings.get("rope_scaling", "rope_parameters", default={})
-    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
-    if kind == "llama3":
-        return _padded(settings.head_dim * 2)
-    if kind in ("longrope", "su"):
-        return 2 * _padded(4 * len(rope.get("long_factor") or ()))
-    return 0

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from quantkit import layouts
-from quantkit.capacity import duration, formats, speed
+from quantkit.capacity import Unsupported, duration, formats, speed
 from quantkit.capacity.duration import model_of
 from quantkit.capacity.parameters import DTYPE_BYTES, TABLES, Tensor
 from quantkit.capacity.question import Question
@@ -17,7 +17,7 @@ from quantkit.layouts import Statistic
 from quantkit.models.machine import expert_share, processor
 from quantkit.models.machine.memory import room
 from quantkit.quantize import methods
-from quantkit.quantize.methods import Work
+from quantkit.quantize.methods import Method, Work
 from quantkit.quantize.prepare.memory import (
     ACCELERATED_BATCH_TOKENS,
     BATCH_TOKENS,
@@ -54,12 +54,15 @@ def of_model(source: Source, question: Question) -> dict[str, Any]:
 
 def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
     """Return the JSON of one method's job."""
-    parameters, settings, device = source.parameters, source.settings, question.single_device
+    parameters, device = source.parameters, question.single_device
     on_gpu, chosen = device is not None and device.kind == "cuda", methods.create(method)
-    work, weights = chosen.work, formats.weights(chosen.stored_as, parameters, settings)
-    if weights.reason:
-        return NOTHING | {"reason": weights.reason}
-    dtype = compute_dtype("float32" if parameters.quantized else settings.stored_dtype, on_gpu)
+    work = chosen.work
+    try:
+        weights = formats.weights(chosen.stored_as, parameters)
+    except Unsupported as error:
+        return NOTHING | {"reason": str(error)}
+    output_bytes = weights.bytes + _widened(chosen, source)
+    dtype = compute_dtype("float32" if parameters.quantized else source.settings.stored_dtype, on_gpu)
     memory = device.memory_bytes if device else room().nbytes
     if memory is not None and not on_gpu:
         memory = max(0, memory - INTERPRETER_BYTES)
@@ -76,13 +79,21 @@ def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
         "dtype": dtype,
         **execution,
         "calibration_tokens": question.samples * question.seqlen if work.sample else 0,
-        "disk_bytes": weights.packed_bytes + weights.bytes,  # staged blocks and the finished files
-        "output_bytes": weights.bytes,
+        "disk_bytes": weights.packed_bytes + output_bytes,  # staged blocks and the finished files
+        "output_bytes": output_bytes,
         "seconds": seconds,
         "seconds_factor": factor,
         "basis": basis,
         "remedy": None if fits is not False or not work.sample else _remedy(size, question, memory),
     }
+
+
+def _widened(method: Method, source: Source) -> int:
+    """Return by how many bytes a folder made of a GGUF file exceeds one made of the original in 16 bit: the
+    values of quantized tensors outside the blocks are stored in float32."""
+    if source.layout != "gguf" or method.stored_as in formats.FILE_TYPES:
+        return 0
+    return sum(2 * tensor.size for tensor in source.parameters.outside if tensor.stored_nbytes is not None)
 
 
 def _execution(

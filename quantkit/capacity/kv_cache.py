@@ -92,15 +92,15 @@ def layer_caches(settings: Settings, parameters: Parameters | None = None) -> li
     widths = parameters and parameters.key_value_widths(fused=known)
     odd = sorted(key for key, value in settings.values.items() if value and UNUSUAL.search(key))
     if odd or not kinds or not widths or not known:
-        measured, reason = _measured(settings)
-        if measured:
-            return measured
-        if odd:
-            raise Unsupported(f"{reason} (config.json says {', '.join(odd[:4])})")
-        if not kinds:
-            raise Unsupported(f"{reason}; the sliding layers are unknown")
-        if not widths:
-            raise Unsupported(f"{reason}; no k_proj and v_proj give the heads")
+        try:
+            return _measured(settings)
+        except Unsupported as error:
+            if odd:
+                raise Unsupported(f"{error} (config.json says {', '.join(odd[:4])})") from error
+            if not kinds:
+                raise Unsupported(f"{error}; the sliding layers are unknown") from error
+            if not widths:
+                raise Unsupported(f"{error}; no k_proj and v_proj give the heads") from error
     elif any(width != (both := 2 * settings.kv_heads * settings.head_dim) for width in widths):
         raise Unsupported(f"config.json says {both} values a token and layer, k_proj and v_proj {widths[0]}")
     window = settings.size("sliding_window") if "sliding" in kinds else None
@@ -110,16 +110,13 @@ def layer_caches(settings: Settings, parameters: Parameters | None = None) -> li
     ]
 
 
-def _measured(settings: Settings) -> tuple[list[LayerCache] | None, str]:
-    """Return the caches measured on transformers' model and "", or None and the reason for a failure."""
+def _measured(settings: Settings) -> list[LayerCache]:
+    """Return the caches measured on transformers' model. Raises Unsupported if they cannot be measured."""
     if settings.config is None:
-        return None, f"{settings.model_type} is not known"
+        raise Unsupported(f"{settings.model_type} is not known")
     from quantkit.capacity import meta
 
-    try:
-        return [LayerCache(*layer) for layer in meta.caches(settings.config)], ""
-    except Unsupported as error:
-        return None, str(error)
+    return [LayerCache(*layer) for layer in meta.caches(settings.config)]
 
 
 def _kinds(settings: Settings) -> list[str] | None:

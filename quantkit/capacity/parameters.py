@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -11,17 +12,23 @@ from functools import cached_property
 
 from quantkit.capacity.settings import HEADS, Settings
 from quantkit.errors import require
+from quantkit.inspection.names import split
 from quantkit.models.files.head import EMBEDDING, HEAD
 from quantkit.models.files.safetensors_folder import TensorInfo, natural
 from quantkit.models.machine.expert_share import EXPERTS, ROUTED
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 CONV1D_FAMILIES = ("gpt2", "openai-gpt")  # linears stored [in, out]
-BLOCK = re.compile(r"(?P<blocks>.+?)\.(?P<index>\d+)\.(?P<local>.+)")
 # Masks and frequencies of old checkpoints: not parameters.
 BUFFER = re.compile(r"(\.(attn|attention)\.(masked_)?bias|\.inv_freq|position_ids)$")
-ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
+ROUTER = re.compile(r"(^|\.)(gate|router(\.layer)?|shared_expert_gate)$")
 EXPERT = re.compile(r"\.experts(\.|$)|\.block_sparse_moe\.(input|output)_linear\.")  # the latter: Granite's
+FUSED = {  # end of the name of a tensor of all experts -> an expert's projections
+    **dict.fromkeys(("gate_up_proj", "input_linear", "fc1"), ("gate_proj", "up_proj")),
+    **dict.fromkeys(("down_proj", "output_linear", "fc2"), ("down_proj",)),
+    "gate_proj": ("gate_proj",),
+    "up_proj": ("up_proj",),
+}
 MOST_EXPERTS = 10_000
 # Projections that decide a block's cache and llama.cpp's mixtures, by llama.cpp's names.
 PROJECTIONS = re.compile(
@@ -78,16 +85,33 @@ class Tensor:
         return self.block is not None and bool(EXPERT.search(f".{self.local}"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Parameters:
-    """All parameters of a model. exact: whether they were read from headers, not derived from config.json.
-
-    blocks: number of decoder blocks, without blocks that predict further tokens.
-    """
+    """All parameters of a model. stated: the settings that config.json states. exact: whether the parameters
+    were read from headers, not derived from config.json."""
 
     tensors: tuple[Tensor, ...]
+    stated: Settings
     exact: bool
-    blocks: int
+
+    @cached_property
+    def settings(self) -> Settings:
+        """Return the settings, with missing head sizes filled in from the stored projections."""
+        first, widths = self.projections[0], self.key_value_widths(fused=True)
+        heads = self.stated.filled(*HEADS) if widths and "attn_output" in first else None
+        if type(heads) is not int or heads < 1:
+            return self.stated
+        head_dim = self.stated.size("head_dim", default=max(1, first["attn_output"].in_features // heads))
+        values = {"head_dim": head_dim, "num_attention_heads": heads}
+        kv_heads = min(widths) // (2 * head_dim)
+        if kv_heads > 0 and ("attn_qkv" in first or self.stated.get("num_key_value_heads") is None):
+            values["num_key_value_heads"] = kv_heads
+        return replace(self.stated, values={**self.stated.values, **values})
+
+    @cached_property
+    def blocks(self) -> int:
+        """Return the number of decoder blocks, without blocks that predict further tokens."""
+        return self.stated.layers
 
     @cached_property
     def linears(self) -> list[Tensor]:
@@ -113,11 +137,6 @@ class Parameters:
             or (tensor.block is None and HEAD.fullmatch(tensor.name))
         ]
 
-    @property
-    def fused_experts(self) -> bool:
-        """Return True if all experts of a block are one tensor, `[experts, …]`."""
-        return any(len(tensor.shape) > 2 and tensor.is_expert for tensor, *_ in self.groups)
-
     @cached_property
     def is_tied(self) -> bool:
         """Return whether head and embedding are one matrix."""
@@ -137,10 +156,11 @@ class Parameters:
         """Return True if some tensors are stored as codes and scales."""
         return any(tensor.stored_nbytes is not None for tensor, *_ in self.groups)
 
-    def active(self, settings: Settings) -> int | None:
+    @property
+    def active(self) -> int | None:
         """Return the number of parameters used per token, with chosen experts only; None if config.json does
         not say how many experts are chosen."""
-        return self.read(settings, lambda tensor: tensor.size, tables=True)
+        return self.read(lambda tensor: tensor.size, tables=True)
 
     @cached_property
     def projections(self) -> list[dict[str, Tensor]]:
@@ -171,7 +191,7 @@ class Parameters:
         """Return the sum of `amount` over all tensors."""
         return sum(count * amount(tensor) for tensor, _, count in self.groups)
 
-    def read(self, settings: Settings, amount: Callable[[Tensor], int], tables: bool = False) -> int | None:
+    def read(self, amount: Callable[[Tensor], int], tables: bool = False) -> int | None:
         """Return the sum of `amount` over the tensors that a token reads, with the share of experts that is
         chosen; None if this share is unknown.
 
@@ -183,9 +203,9 @@ class Parameters:
         everything = sums["read"] + (sums["table"] if tables else 0)
         if not sums["expert"]:
             return everything
-        if settings.filled(*ROUTED) is None or settings.filled(*EXPERTS) is None:
+        if self.stated.filled(*ROUTED) is None or self.stated.filled(*EXPERTS) is None:
             return None
-        chosen, of = (settings.size(*names, most=MOST_EXPERTS) for names in (ROUTED, EXPERTS))
+        chosen, of = (self.stated.size(*names, most=MOST_EXPERTS) for names in (ROUTED, EXPERTS))
         return everything + sums["expert"] * chosen // of
 
     @cached_property
@@ -210,43 +230,24 @@ class Parameters:
         return [(tensor, key[0], counts[key]) for key, tensor in first.items()]
 
 
-def from_headers(
-    infos: Iterable[TensorInfo | Tensor], settings: Settings, exact: bool = True
-) -> tuple[Parameters, Settings]:
-    """Return the parameters, and the settings with missing head sizes filled in from their shapes.
-
-    Raises QuantkitError if the stored blocks do not match the configuration's number of layers.
-    """
+def from_headers(infos: Iterable[TensorInfo | Tensor], settings: Settings, exact: bool = True) -> Parameters:
+    """Return the parameters. Raises QuantkitError if the stored blocks do not match the configuration's
+    number of layers."""
     infos = sorted((i for i in infos if not BUFFER.search(i.name)), key=lambda info: natural(info.name))
     blocks = _find_blocks([info.name for info in infos], settings)
     conv1d = settings.model_type in CONV1D_FAMILIES
-    tensors = tuple(_tensor(info, blocks, conv1d) for info in infos)
-    parameters = Parameters(tensors, exact, settings.layers)
-    return parameters, _with_heads(settings, parameters)
-
-
-def _with_heads(settings: Settings, parameters: Parameters) -> Settings:
-    """Return the settings with head width and number of key/value heads from the stored projections."""
-    first, widths = parameters.projections[0], parameters.key_value_widths(fused=True)
-    heads = settings.filled(*HEADS) if widths and "attn_output" in first else None
-    if type(heads) is not int or heads < 1:
-        return settings
-    head_dim = settings.size("head_dim", default=max(1, first["attn_output"].in_features // heads))
-    values = {"head_dim": head_dim, "num_attention_heads": heads}
-    kv_heads = min(widths) // (2 * head_dim)
-    if kv_heads > 0 and ("attn_qkv" in first or settings.get("num_key_value_heads") is None):
-        values["num_key_value_heads"] = kv_heads
-    return replace(settings, values={**settings.values, **values})
+    tensors = (part for info in infos for part in _one_by_one(_tensor(info, blocks, conv1d), settings))
+    return Parameters(tuple(tensors), settings, exact)
 
 
 def _tensor(info: TensorInfo | Tensor, blocks: str, conv1d: bool) -> Tensor:
     """Return the tensor with block, local name and sizes. blocks: name of the list of decoder blocks."""
     stored = info.name, info.shape, info.nbytes, getattr(info, "stored_nbytes", None)
-    match = BLOCK.fullmatch(info.name) if info.name.startswith(f"{blocks}.") else None
-    if match is None or match["blocks"] != blocks:
+    stack, index, local = split(info.name)
+    if stack != blocks:
         return Tensor(*stored)
-    stored = *stored, int(match["index"]), match["local"]
-    module, _, leaf = match["local"].rpartition(".")
+    stored = *stored, index, local
+    module, _, leaf = local.rpartition(".")
     plain = len(info.shape) == 2 and leaf == "weight" and "norm" not in module and not ROUTER.search(module)
     if not plain or not all(info.shape):
         return Tensor(*stored)
@@ -254,12 +255,34 @@ def _tensor(info: TensorInfo | Tensor, blocks: str, conv1d: bool) -> Tensor:
     return Tensor(*stored, out_features, in_features, conv1d)
 
 
+def _one_by_one(tensor: Tensor, settings: Settings) -> list[Tensor]:
+    """Return the linears of a tensor that holds all experts of a block, as a job quantizes them
+    (models/skeleton/fused.py); any other tensor unchanged."""
+    path = tensor.local.removesuffix(".weight")
+    projections = next((names for leaf, names in FUSED.items() if path.endswith(leaf)), ())
+    if not projections or len(tensor.shape) != 3 or not tensor.is_expert:
+        return [tensor]
+    directory, hidden = path.rpartition(".")[0].removesuffix(".experts"), settings.hidden
+    count = tensor.shape[0] * len(projections)
+    if not 0 < count <= 2 * MOST_EXPERTS or not tensor.size or tensor.size % (count * hidden):
+        return [tensor]
+    rows, nbytes = tensor.size // count // hidden, tensor.nbytes // count
+    stored_nbytes = None if tensor.stored_nbytes is None else tensor.stored_nbytes // count
+    linears = []
+    for expert, projection in itertools.product(range(tensor.shape[0]), projections):
+        local = f"{directory}.experts.{expert}.{projection}.weight"
+        name, shape = tensor.name.removesuffix(tensor.local) + local, (rows, hidden)
+        shape = shape[::-1] if projection == "down_proj" else shape
+        linears.append(Tensor(name, shape, nbytes, stored_nbytes, tensor.block, local, *shape))
+    return linears
+
+
 def _find_blocks(names: Iterable[str], settings: Settings) -> str:
     """Return the name of the list of blocks whose length is the configured number of layers."""
     indices: dict[str, set[int]] = {}
-    for name in names:
-        if match := BLOCK.fullmatch(name):
-            indices.setdefault(match["blocks"], set()).add(int(match["index"]))
+    for stack, index, _ in map(split, names):
+        if stack is not None:
+            indices.setdefault(stack, set()).add(index)
     expected = set(range(settings.layers))
     further = settings.layers + bool(settings.get("num_nextn_predict_layers"))  # stored after the others
     lists = [blocks for blocks, seen in indices.items() if expected <= seen <= set(range(further))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
 
 from quantkit.capacity import Unsupported
 from quantkit.capacity.parameters import CONV1D_FAMILIES, DTYPE_BYTES, Tensor
@@ -17,7 +17,6 @@ from quantkit.capacity.settings import Settings
 from quantkit.errors import UNSUPPORTED, name_all, require
 from quantkit.inspection.stored import Weight, weights_of
 from quantkit.models.files.headers import Contents
-from quantkit.models.files.safetensors_folder import TensorInfo
 
 FLOAT8, FLOATS = "F8", ("F", "BF")  # prefixes of type names
 NAMES = {  # part of a GGUF name -> usual name in checkpoints; the first match counts
@@ -46,8 +45,12 @@ def entries(contents: Contents) -> list[Tensor]:
     odd = [weight.name for weight in weights if not _understood(weight)]
     what = f"{contents.source} stores {name_all(odd, 2)} in an unknown way"
     require(not odd, what, "plan the original checkpoint, or give only --params", UNSUPPORTED)
-    unknown = any(weight.shape is None for weight in weights)
-    shapes = _shapes(contents.config) if unknown else {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    if any(weight.shape is None for weight in weights):  # bitsandbytes stores no shapes in headers
+        from quantkit.capacity import meta
+
+        with suppress(Unsupported):
+            shapes = meta.shapes(contents.config)
     element = DTYPE_BYTES[settings.stored_dtype]
     return [_entry(weight, shapes, element) for weight in weights]
 
@@ -71,16 +74,6 @@ def _entry(weight: Weight, shapes: Mapping[str, tuple[int, ...]], element: int) 
     return Tensor(weight.name, tuple(shape), element * weight.parameters, weight.nbytes)
 
 
-def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return transformers' shapes of the parameters: bitsandbytes does not store shapes in headers."""
-    from quantkit.capacity import meta
-
-    try:
-        return meta.shapes(config)
-    except Unsupported:
-        return {}
-
-
 def of_gguf(contents: Contents, settings: Settings) -> list[Tensor]:
     """Return every parameter of a GGUF file under the usual names of checkpoints.
 
@@ -90,18 +83,18 @@ def of_gguf(contents: Contents, settings: Settings) -> list[Tensor]:
     whole = f"{contents.metadata.get('general.architecture')}.block_count" in contents.metadata
     hint = "give the GGUF file of a model, not of an importance matrix or a vocabulary"
     require(whole, f"{contents.path} holds no language model", hint, UNSUPPORTED)
-    infos = contents.infos.values()
-    return [_of_ggml(info, settings) for info in infos if not FACTORS.fullmatch(info.name)]
+    weights = (weight for weight in weights_of(contents) if not FACTORS.fullmatch(weight.name))
+    return [_of_ggml(weight, settings) for weight in weights]
 
 
-def _of_ggml(info: TensorInfo, settings: Settings) -> Tensor:
-    name, shape = info.name, info.shape
+def _of_ggml(weight: Weight, settings: Settings) -> Tensor:
+    name, shape = weight.name, weight.shape
     for pattern, usual in NAMES.items():
         name, matches = re.subn(pattern, usual, name)
         if matches:
             break
     if settings.model_type in CONV1D_FAMILIES and name.startswith("blk.") and len(shape) == 2:
         shape = shape[::-1]  # transformers stores these [in, out]
-    if info.dtype in ("F32", "F16", "BF16"):
-        return Tensor(name, shape, info.nbytes)
-    return Tensor(name, shape, BYTES_16_BIT * math.prod(shape), info.nbytes)
+    if not weight.codes:
+        return Tensor(name, shape, weight.nbytes)
+    return Tensor(name, shape, BYTES_16_BIT * weight.parameters, weight.nbytes)

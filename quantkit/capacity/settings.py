@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -66,16 +66,6 @@ class Settings:
             return meta.settings(self.config)
         except Unsupported:
             return {}
-
-    @cached_property
-    def gguf_tensors(self) -> Sequence[tuple[str, tuple[int, ...]]]:
-        """Return the name and shape of each tensor that the exporter would write to a GGUF file.
-
-        Takes seconds. Raises Unsupported if the exporter refuses the model.
-        """
-        from quantkit.capacity import meta
-
-        return meta.gguf_tensors(self.config or self.values)
 
     def size(self, *names: str, default: int | None = None, most: int = LARGEST_SIZE) -> int:
         """Return the value, by these names: a whole number from 1 to `most`. Else raises QuantkitError."""

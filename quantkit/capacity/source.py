@@ -35,17 +35,20 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 class Source:
     """A model, or only the numbers of its parameters. basis: where the parameters come from, in words.
 
-    name, settings, parameters: None if only `count` is known. layout: layout of a quantized model, such as
+    name, parameters: None if only `count` is known. layout: layout of a quantized model, such as
     `gptq` or `fp8`. count: (parameters, parameters used per token).
     """
 
     name: str | None
-    settings: Settings | None
     parameters: Parameters | None
     basis: str
     notes: tuple[str, ...] = ()
     layout: str | None = None
     count: tuple[int, int] | None = None
+
+    @property
+    def settings(self) -> Settings | None:
+        return self.parameters and self.parameters.settings
 
     @property
     def quantized(self) -> bool:
@@ -96,13 +99,13 @@ def _of_headers(contents: Contents) -> Source:
         entries = quantized.entries(contents)
     else:
         untrusted.refuse_codes(contents.infos.values())
-    stored, settings = parameters.from_headers(entries, settings)
-    if not (stored.linears or stored.fused_experts):
+    stored = parameters.from_headers(entries, settings)
+    if not stored.linears:
         hint = "give a language model in safetensors or GGUF"
         raise QuantkitError(f"no tensor of {contents.source} is the weight of a linear", hint, UNSUPPORTED)
     if not stored.quantized:
-        return Source(contents.source, settings, stored, basis)
-    return Source(contents.source, settings, stored, basis, (QUANTIZED,), layout)
+        return Source(contents.source, stored, basis)
+    return Source(contents.source, stored, basis, (QUANTIZED,), layout)
 
 
 def _of_config(name: str, config: Mapping[str, Any]) -> Source:
@@ -111,11 +114,11 @@ def _of_config(name: str, config: Mapping[str, Any]) -> Source:
         notes = ("the model is quantized already: all sizes are those of its original",)
     if config.get("vision_config") or config.get("audio_config"):
         notes += ("only the language model is counted, not other modalities",)
-    return Source(name, *from_config(config), "config.json", notes)
+    return Source(name, from_config(config), "config.json", notes)
 
 
-def from_config(config: Mapping[str, Any]) -> tuple[Settings, Parameters]:
-    """Build the model with transformers; return its settings and parameters. Raises QuantkitError (4)."""
+def from_config(config: Mapping[str, Any]) -> Parameters:
+    """Build the model with transformers; return its parameters. Raises QuantkitError (4)."""
     settings = Settings.of(config)
     experts = settings.size(*EXPERTS, most=MOST_EXPERTS) if settings.get(*EXPERTS) else 1
     what = f"config.json describes {settings.layers} layers of {experts} experts"
@@ -131,8 +134,7 @@ def from_config(config: Mapping[str, Any]) -> tuple[Settings, Parameters]:
         raise QuantkitError(what, hint, UNSUPPORTED) from error
     element = DTYPE_BYTES[settings.stored_dtype]
     entries = [Tensor(name, shape, element * math.prod(shape)) for name, shape in shapes.items()]
-    derived, settings = parameters.from_headers(entries, settings, exact=False)
-    return settings, derived
+    return parameters.from_headers(entries, settings, exact=False)
 
 
 def parse_count(text: str) -> tuple[int, int]:

@@ -56,7 +56,7 @@ def command(
     request = flags.options(AutoRequest, values | asked)
     options.check()
     if not (request.overwrite or request.resume or dry_run):
-        may_replace.check_new([request.place])
+        may_replace.check_new([request.destination])
     from quantkit.cli.progress import listener, uncollected
 
     with listener(values["quiet"]) as progress:

@@ -74,7 +74,7 @@ def command(
         asked = flags.options(request.Request, values | asked | {"run": flags.options(RunOptions, typed)})
         if request.is_done(asked):
             progress.close()
-            job_report.print_finished(job.SCHEMA, [str(request.output_of(asked))], values["as_json"])
+            job_report.print_finished(job.SCHEMA, [str(asked.destination)], values["as_json"])
             return
         prepared = job.prepare(asked, progress, values["eval_text"], values["dry_run"])
         record = prepared.record()

@@ -10,7 +10,7 @@ of the earlier teacher blocks (docs/distill.md measures the other choice).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,6 +22,7 @@ from quantkit.distillation.student import Floats, Student, TracedBlock
 from quantkit.distillation.training import Shares, order
 from quantkit.models.files.reading import tensor as load_staged
 from quantkit.models.skeleton import Skeleton
+from quantkit.quantize.calibrate import divergence
 from quantkit.quantize.calibrate.states import States, embedded
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.folder import Staging
@@ -42,6 +43,13 @@ class Training:
     seed: int
     train: list[Tensor]
     held_out: list[Tensor]
+
+    def divergence(self, expected: Iterable[Tensor], states: Iterable[Tensor], rest: Floats) -> float:
+        """Return the student's mean KL divergence from the teacher in nats. expected, states: final hidden
+        states of teacher and student on held-out text. rest: the student's floats outside the blocks."""
+        logits = self.teacher.logits, partial(self.student.logits, rest=rest)
+        vocabulary = self.student.checkpoint.text_config.vocab_size
+        return divergence.of_tokens(*logits, zip(expected, states, strict=True), vocabulary).mean().item()
 
 
 @dataclass(frozen=True)
@@ -94,8 +102,7 @@ def walk(training: Training, staging: Staging, timings: Timings, progress: Progr
                 current = block.floats
             for states in trained:
                 states.advance(student.outputs(block, states, current))
-            of_block = student.skeleton.names.of_block
-            floats |= {of_block(index, name): value.cpu() for name, value in current.items()}
+            floats |= {block.prefix + name: value.cpu() for name, value in current.items()}
         progress.block(index, replayed=done[index])
     staging.wait()
     return Final(taught, theirs, before, after, floats)

@@ -16,8 +16,8 @@ import transformers
 
 from quantkit import __version__
 from quantkit.distillation import blocks, publish, whole
-from quantkit.distillation.blocks import Final, Training
-from quantkit.distillation.request import Request, as_read, stage
+from quantkit.distillation.blocks import Training
+from quantkit.distillation.request import Request, stage
 from quantkit.distillation.student import Floats, Student, vectors
 from quantkit.errors import UNSUPPORTED, USAGE, name_all, require
 from quantkit.evaluation import of_job, windows
@@ -28,8 +28,6 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import check_unchanged, open_checkpoint
 from quantkit.models.machine.memory import map_large_blocks
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.calibrate import divergence
-from quantkit.quantize.calibrate.states import States
 from quantkit.quantize.job import calibrate, open_skeleton
 from quantkit.quantize.outputs.folder import TIMINGS
 from quantkit.quantize.prepare.plan import check_disk
@@ -46,12 +44,10 @@ HINT = "give the model that the student was compressed from"
 
 @dataclass(frozen=True)
 class Job:
-    """A checked job. source: the student's checkpoint, from which the output is made. evaluated: the text of
-    --eval, on which teacher and students are also measured, or None. memory: see `whole.plan_memory`.
-    trained: numbers of `linears` and `norms_and_biases` to train."""
+    """A checked job. evaluated: the text of --eval, on which teacher and students are also measured, or None.
+    memory: see `whole.plan_memory`. trained: numbers of `linears` and `norms_and_biases` to train."""
 
     request: Request
-    source: Checkpoint
     training: Training
     calibration: CalibrationSet
     staging: Staging
@@ -63,16 +59,16 @@ class Job:
     def signed(self, progress: Progress) -> Job:
         """Return the job with its fingerprint, on which the output's bytes depend. Raises QuantkitError if
         the disk is too small."""
-        needed = 2 * sum(info.nbytes for info in self.source.infos.values())
-        check_disk(self.staging.output.absolute(), needed)
+        teacher, student = self.training.teacher.checkpoint, self.training.student.checkpoint
+        check_disk(self.staging.output.absolute(), 2 * student.stored_bytes)
         progress.phase("hashing the source")
         fingerprint = {
             "quantkit": __version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "source_sha256": self.source.sha256(),
-            "teacher_sha256": self.training.teacher.checkpoint.sha256(),
-            "options": as_read(self.request.options),
+            "source_sha256": student.sha256(),
+            "teacher_sha256": teacher.sha256(),
+            "options": asdict(self.request.options),
             "calibration": self.calibration.record(),
             "execution": self._execution(),
         }
@@ -117,7 +113,7 @@ class Job:
         with disk_errors(self.staging.folder, "run the same command with --resume"):
             with self.staging.opened(self.fingerprint, self.request.resume):
                 made = self._make(progress, timings)
-                for checkpoint in (self.source, teacher.checkpoint):
+                for checkpoint in (self.training.student.checkpoint, teacher.checkpoint):
                     check_unchanged(checkpoint)
                 self.staging.publish()
         teacher.model.to("meta")  # frees the teacher's memory
@@ -140,8 +136,8 @@ class Job:
         final = blocks.walk(training, self.staging, timings, progress)
         rest = {name: value.cpu() for name, value in student.rest().floats.items()}
         with timings("measure"):
-            before = best = self._divergence(final, final.before)
-            after = self._divergence(final, final.after) if options.block_epochs else before
+            before = best = training.divergence(final.teacher, final.before, rest)
+            after = training.divergence(final.teacher, final.after, rest) if options.block_epochs else before
         stages, floats = [], None
         if options.block_epochs:
             stages.append(_stage("block by block", before, after, progress))
@@ -165,13 +161,6 @@ class Job:
         done = {"stages": stages, "before": before, "after": best}
         self._write(floats, self._described() | done, progress, timings)
         return done | {"improved": floats is not None}
-
-    def _divergence(self, final: Final, states: States) -> float:
-        """Return the divergence from the teacher, given the student's final states of held-out text."""
-        vocabulary = self.source.text_config.vocab_size
-        pairs = zip(final.teacher, states, strict=True)
-        logits = self.training.teacher.logits, self.training.student.skeleton.logits
-        return divergence.of_tokens(*logits, pairs, vocabulary).mean().item()
 
     def _write(self, floats: Floats | None, record: dict, progress: Progress, timings: Timings) -> None:
         """Write the output to the staging folder and verify it. floats: None keeps the student's own."""
@@ -234,7 +223,7 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
     training = Training(taught, learner, request.options, request.calibration.seed, *batches)
     memory = whole.plan_memory(training)
     held = windows.load(teacher, text, column=request.calibration.text_column) if text else None
-    job = Job(request, student, training, calibrated, staging, held, memory, trained)
+    job = Job(request, training, calibrated, staging, held, memory, trained)
     return job if dry_run else job.signed(progress)
 
 
@@ -254,7 +243,7 @@ def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:
 
 def _check_shapes(teacher: Skeleton, student: Student, request: Request) -> None:
     """Raise QuantkitError, with names, if parameters of the blocks differ in shape between the models."""
-    theirs, ours = (one.names.shapes for one in (teacher, student.skeleton))
+    theirs, ours = (skeleton.names.shapes for skeleton in (teacher, student.skeleton))
     inside = f"{teacher.names.blocks}."
     odd = [n for n in theirs | ours if n.startswith(inside) and theirs.get(n) != ours.get(n)]
     what = f"{request.teacher} and {request.student} differ: {name_all(odd, 3)}"

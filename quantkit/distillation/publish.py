@@ -18,6 +18,7 @@ from quantkit.distillation.student import Floats, Student
 from quantkit.errors import UNSUPPORTED, VERIFICATION, QuantkitError
 from quantkit.inspection.verify import ERRORS
 from quantkit.models.files import checksums, gguf_writer, untrusted
+from quantkit.models.files.card import CARD
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.headers import LOSS, MANIFEST, MANIFEST_SCHEMA
 from quantkit.models.files.open import open_checkpoint
@@ -26,7 +27,6 @@ from quantkit.models.gguf.checkpoint import GgufCheckpoint
 from quantkit.quantize.outputs.finish import FAULTY, refuse_unlike
 from quantkit.quantize.outputs.folder import TIMINGS
 
-CARD = "README.md"
 MANIFEST_HINT = "copy or download it again"
 IN_FILE = "quantkit.manifest"  # the manifest's key in a GGUF file
 Patch = tuple[Path, int, bytes]  # file, offset, new bytes
@@ -69,18 +69,15 @@ def patches(student: Student, floats: Floats) -> Iterator[Patch]:
     checkpoint, names = student.checkpoint, student.skeleton.names
     for index in range(student.depth):
         with student.block(index) as block:
-            inside = {name: floats[names.of_block(index, name)].cpu() for name in block.floats}
+            inside = block.of_model(floats)
             for local, layout in block.layouts.items():
                 stored = names.stored_of(index, f"{local}.weight")
                 parts = checkpoint.parts(stored)
                 tensors = layout.with_floats(parts, block.of_linear(local, inside))
-                if isinstance(checkpoint, GgufCheckpoint):
-                    yield _patch(checkpoint, stored, tensors["ggml"])
-                    continue
-                places = dict(zip(parts, checkpoint.stored_as(stored), strict=True))
-                for suffix, tensor in tensors.items():
+                names_of_parts = dict(zip(parts, checkpoint.stored_as(stored), strict=False))
+                for suffix, tensor in tensors.items():  # "ggml_type" is not stored, and stays
                     if tensor is not parts[suffix]:
-                        yield _patch(checkpoint, places[suffix], tensor)
+                        yield _patch(checkpoint, names_of_parts[suffix], tensor)
             for name in block.dtypes:
                 yield _patch(checkpoint, names.stored_of(index, name), inside[name])
     for name in student.rest().dtypes:
@@ -166,8 +163,7 @@ def verify(student: Student, floats: Floats | None, path: Path, ids: Tensor) -> 
                 raise QuantkitError(what, FAULTY, VERIFICATION)
             now = before.floats
             if floats is not None:
-                of_block = student.skeleton.names.of_block
-                now = {name: floats[of_block(index, name)].to(hidden.device) for name in now}
+                now = {name: value.to(hidden.device) for name, value in before.of_model(floats).items()}
             (expected,) = student.outputs(before, [expected], now)
             (hidden,) = again.outputs(after, [hidden], after.floats)
     dtype = str(student.skeleton.dtype).removeprefix("torch.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,6 +32,12 @@ class Request:
     resume: bool = False
     overwrite: bool = False
 
+    @property
+    def destination(self) -> Path:
+        """Return --output; by default NAME-distilled in the current folder."""
+        suffix = ".gguf" if self.student.endswith(".gguf") else ""
+        return self.output or Path(f"{base_name(self.student)}-distilled{suffix}")
+
 
 def stage(request: Request, source: Checkpoint, progress: Progress, dry_run: bool) -> tuple[Staging, dict]:
     """Return the output's staging folder, and the `execution` of an unfinished job there ({} without one).
@@ -41,7 +46,7 @@ def stage(request: Request, source: Checkpoint, progress: Progress, dry_run: boo
     """
     whole, hint = gguf_shards.whole(source.folder), "join them first: llama-gguf-split --merge FIRST OUTPUT"
     require(whole == source.folder, f"distill writes no shards: {request.student}", hint, UNSUPPORTED)
-    staging = Staging(output_of(request), one_file=source.folder.is_file())
+    staging = Staging(request.destination, one_file=source.folder.is_file())
     may_replace.check_source(staging.output, source.folder, "student")
     if staging.one_file and staging.output.is_dir():
         raise QuantkitError(f"{staging.output} is a folder, not a GGUF file", "choose another -o", USAGE)
@@ -53,24 +58,19 @@ def stage(request: Request, source: Checkpoint, progress: Progress, dry_run: boo
     return staging, staged["execution"] if staged else {}
 
 
-def output_of(request: Request) -> Path:
-    """Return --output; by default NAME-distilled in the current folder."""
-    suffix = ".gguf" if request.student.endswith(".gguf") else ""
-    return request.output or Path(f"{base_name(request.student)}-distilled{suffix}")
-
-
 def is_done(request: Request) -> bool:
-    """Return whether --resume has nothing to do: the output is finished, with the same options."""
-    output = output_of(request)
+    """Return whether --resume has nothing to do: the output is finished, with models of the same names and
+    the same options."""
+    output = request.destination
     if not request.resume or request.overwrite or Staging(output).folder.exists() or not output.exists():
         return False
     manifest = headers.at(str(output), output).manifest or {}
     untrusted.check_schema(
         manifest, headers.MANIFEST_SCHEMA, f"{headers.MANIFEST} of {output}", "start with --overwrite"
     )
-    return (manifest.get("distilled") or {}).get("options") == as_read(request.options)
-
-
-def as_read(options: DistillOptions) -> dict:
-    """Return the options as JSON stores them."""
-    return json.loads(json.dumps(asdict(options)))
+    distilled = manifest.get("distilled") or {}
+    for key in ("teacher", "student"):
+        model = distilled.get(key)
+        if not isinstance(model, dict) or model.get("name") != Path(getattr(request, key)).name:
+            return False
+    return distilled.get("options") == asdict(request.options)

@@ -30,15 +30,21 @@ Floats = dict[str, Tensor]  # float32, by names in a block (`mlp.up_proj.weight.
 
 @dataclass(frozen=True)
 class TracedBlock:
-    """A loaded block. weights, layouts: by packed linear. floats: the stored values of all that is trained.
-    dtypes: stored dtypes of norms and biases. rounding: linears whose clients also round activations."""
+    """A loaded block. prefix: of its names in the model. weights, layouts: by packed linear. floats: the
+    stored values of all that is trained. dtypes: stored dtypes of norms and biases. rounding: linears whose
+    clients also round activations."""
 
     index: int
+    prefix: str
     weights: dict[str, QuantizedWeight]
     layouts: dict[str, Layout]
     floats: Floats
     dtypes: dict[str, torch.dtype]
     rounding: frozenset[str] = frozenset()
+
+    def of_model(self, floats: Mapping[str, Tensor]) -> Floats:
+        """Return the block's floats from the model's `floats`, by names in the block."""
+        return {name: floats[self.prefix + name] for name in self.floats}
 
     def of_linear(self, local: str, floats: Mapping[str, Tensor]) -> Floats:
         """Return the floats of the linear `local` from the block's `floats`, by the grid's names."""
@@ -118,7 +124,8 @@ class Student:
             for kind, value in weights[local].floats().items():
                 floats[f"{local}.weight.{kind}"] = value.clone(memory_format=torch.contiguous_format)
         self._checked.add(index)
-        return TracedBlock(index, weights, layouts, floats, dtypes, frozenset(rounding))
+        prefix = skeleton.names.of_block(index, "")
+        return TracedBlock(index, prefix, weights, layouts, floats, dtypes, frozenset(rounding))
 
     def run(self, block: TracedBlock, hidden: Tensor, floats: Mapping[str, Tensor]) -> Tensor:
         """Return a block's output for `hidden`, computed with `floats`; autograd can follow if enabled."""
@@ -141,8 +148,7 @@ class Student:
         floats = {}
         for index in range(self.depth):
             with self.block(index, hold) as block:
-                of_block = self.skeleton.names.of_block
-                floats |= {of_block(index, name): value.cpu() for name, value in block.floats.items()}
+                floats |= {block.prefix + name: value.cpu() for name, value in block.floats.items()}
         return floats
 
     def rest(self) -> TracedBlock:
@@ -153,12 +159,12 @@ class Student:
         trained = [n for n in vectors(self.skeleton.model) if not n.startswith(inside) and n in names.stored]
         dtypes = {n: DTYPES[self.checkpoint.infos[names.stored[n]].dtype] for n in trained}
         floats = {n: named[n] if named[n].is_meta else named[n].float().clone() for n in trained}
-        return TracedBlock(self.depth, {}, {}, floats, dtypes)
+        return TracedBlock(self.depth, "", {}, {}, floats, dtypes)
 
     def logits(self, hidden: Tensor, rest: Mapping[str, Tensor]) -> Tensor:
         """Return logits `[tokens, vocabulary]` of `hidden [tokens, hidden]`; rest: floats outside blocks."""
-        values = {name: value.to(self.skeleton.dtype) for name, value in rest.items()}
-        return self.skeleton.logits(hidden, values)
+        place = self.skeleton.device, self.skeleton.dtype
+        return self.skeleton.logits(hidden, {name: value.to(*place) for name, value in rest.items()})
 
 
 def vectors(module: nn.Module) -> list[str]:
@@ -173,11 +179,11 @@ def vectors(module: nn.Module) -> list[str]:
     return names
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _equal(left: Tensor, right: Tensor) -> bool:
     """Return whether two tensors are equal; 8-bit floats are compared as bytes."""
-    if one.dtype != other.dtype or one.shape != other.shape:
+    if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    return one.view(torch.uint8).equal(other.view(torch.uint8)) if one.itemsize == 1 else one.equal(other)
+    return left.view(torch.uint8).equal(right.view(torch.uint8)) if left.itemsize == 1 else left.equal(right)
 
 
 def refuse_unlike(layout: Layout, linear: str, parts: Mapping[str, Tensor]) -> None:

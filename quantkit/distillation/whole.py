@@ -59,7 +59,7 @@ class EndToEnd:
         self.steps = options.epochs * len(training.train)
         coded = start.keys() - student.skeleton.names.stored.keys()  # not parameters by themselves
         self.descent = Shares(placed, coded, options.lr, self.steps)
-        self._of_block = student.skeleton.names.of_block
+        self.rest = student.rest()
         self._vocabulary = student.checkpoint.text_config.vocab_size
 
     def train(self, begun: float, staging: Staging, progress: Progress) -> Curve:
@@ -101,23 +101,16 @@ class EndToEnd:
         """Return the stored student's mean KL divergence from the teacher on held-out text, in nats."""
         floats = {name: value.to(self.student.skeleton.device) for name, value in self.stored().items()}
         finals = (self._forward(ids, floats)[-1] for ids in self.training.held_out)
-        rest = self._rest(floats)
-        each = divergence.of_tokens(
-            self.teacher.logits,
-            lambda hidden: self.student.logits(hidden, rest),
-            zip(self.final.teacher, finals, strict=True),
-            self._vocabulary,
-        )
-        return each.mean().item()
+        return self.training.divergence(self.final.teacher, finals, self.rest.of_model(floats))
 
     def stored(self) -> Floats:
         """Return the floats after rounding to their stored types, on the CPU."""
         floats = {name: value.detach() for name, value in self.descent.values().items()}
-        stored = self.student.rest().stored(floats)
+        stored = self.rest.stored(floats)
         for index in range(self.student.depth):
             with self.student.block(index, self.hold) as block:
-                inside = block.stored(self._inside(index, floats))
-            stored |= {self._of_block(index, name): value for name, value in inside.items()}
+                inside = block.stored(block.of_model(floats))
+            stored |= {block.prefix + name: value for name, value in inside.items()}
         return {name: stored[name].cpu().contiguous() for name in floats}
 
     def _forward(self, ids: Tensor, floats: Mapping[str, Tensor]) -> list[Tensor]:
@@ -126,18 +119,17 @@ class EndToEnd:
             flows = [self.student.skeleton.embed(ids)]
             for index in range(self.student.depth):
                 with self.student.block(index, self.hold) as block:
-                    flows.append(self.student.run(block, flows[-1], self._inside(index, floats)))
+                    flows.append(self.student.run(block, flows[-1], block.of_model(floats)))
         return flows
 
     def _descend(self, ids: Tensor, taught: Tensor, floats: Floats) -> None:
         """Add the gradient of a batch's mean divergence. taught: the teacher's final hidden states."""
         leaves = {name: value.detach().requires_grad_() for name, value in floats.items()}
         flows = self._forward(ids, leaves)
-        gradient = self._through_head(taught, flows.pop(), self._rest(leaves))
+        gradient = self._through_head(taught, flows.pop(), self.rest.of_model(leaves))
         for index in reversed(range(self.student.depth)):
             with self.student.block(index, self.hold) as block:
-                inside = self._inside(index, leaves)
-                run = partial(self.student.run, block, floats=inside)
+                run = partial(self.student.run, block, floats=block.of_model(leaves))
                 gradient = through_block(run, flows.pop(), gradient)
         reached = [name for name, leaf in leaves.items() if leaf.grad is not None]
         torch.autograd.backward([floats[name] for name in reached], [leaves[name].grad for name in reached])
@@ -154,15 +146,6 @@ class EndToEnd:
             return (divergence.kl(expected, logits, temperature) * temperature**2).sum() / tokens
 
         return through_head(final, chunk_tokens(self._vocabulary), loss)
-
-    def _inside(self, index: int, floats: Mapping[str, Tensor]) -> Floats:
-        """Return the floats of one block, by names in the block."""
-        prefix = self._of_block(index, "")
-        return {name.removeprefix(prefix): value for name, value in floats.items() if name.startswith(prefix)}
-
-    def _rest(self, floats: Mapping[str, Tensor]) -> Floats:
-        inside = f"{self.student.skeleton.names.blocks}."
-        return {name: value for name, value in floats.items() if not name.startswith(inside)}
 
 
 def best_step(curve: Curve, begun: float) -> int:

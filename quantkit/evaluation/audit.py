@@ -329,7 +329,7 @@ def _others(job: Job, stored: Checkpoint, chosen: Sequence[int], exact: bool) ->
         if not (_same(there, again) or (near and not exact)):
             yield f"{name} is not scaled as when its block was solved again"
     for name in job.material.untouched().keys() - scaled.keys():
-        info, block = stored.infos.get(name), split(name)[0]
+        info, block = stored.infos.get(name), split(name)[1]
         other = block is not None and block not in chosen  # its vectors may be scaled
         if (job.method.transform and other) or (isinstance(info, GgmlTensor) and info.target.name in rest):
             continue

@@ -12,7 +12,7 @@ from typing import Any
 
 from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
-from quantkit.inspection.names import language_stack, parent, split, stack_of
+from quantkit.inspection.names import language_stack, parent, split
 from quantkit.inspection.stored import Weight
 from quantkit.models.files import safetensors_folder
 from quantkit.models.files.head import EMBEDDING
@@ -89,9 +89,10 @@ def model_problems(
     if stack is None:
         return
     if not contents.absent:
-        yield from _blocks(config, {split(w.name)[0] for w in weights if stack_of(w.name) == stack})
+        blocks = (split(weight.name)[:2] for weight in weights)
+        yield from _blocks(config, {block for owner, block in blocks if owner == stack})
     for weight in weights:
-        outside = split(weight.name)[0] is None and weight.name.startswith(parent(stack))
+        outside = split(weight.name)[1] is None and weight.name.startswith(parent(stack))
         if outside and EMBEDDING.fullmatch(weight.name) and len(weight.shape or ()) == 2:
             yield from _embeddings(config, weight, tokenizer["tokens"] if tokenizer else None)
 

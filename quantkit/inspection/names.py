@@ -24,28 +24,23 @@ def part_of(name: str) -> str:
     return next(key for key, pattern in PARTS.items() if re.search(pattern, name))
 
 
-def split(name: str) -> tuple[int | None, str]:
-    """Return (block, name inside the block); (None, name) outside the blocks."""
+def split(name: str) -> tuple[str | None, int | None, str]:
+    """Return (stack of blocks, block, name inside the block), such as (`model.layers`, 3, `mlp.up_proj`);
+    (None, None, name) outside the blocks."""
     match = IN_BLOCK.match(name)
-    return (int(match["block"]), match["local"]) if match else (None, name)
+    return (match["stack"], int(match["block"]), match["local"]) if match else (None, None, name)
 
 
 def starred(name: str) -> tuple[str, int | None]:
     """Split `visual.blocks.3.attn.qkv` into (`visual.blocks.*.attn.qkv`, 3); outside the blocks, return
     (name, None)."""
-    block, local = split(name)
-    return (name, None) if block is None else (f"{stack_of(name)}.*.{local}", block)
+    stack, block, local = split(name)
+    return (name, None) if block is None else (f"{stack}.*.{local}", block)
 
 
 def of_experts(name: str) -> str:
     """Replace the number of an expert: `mlp.experts.3.up_proj.weight` to `mlp.experts.*.up_proj.weight`."""
     return EXPERT.sub("experts.*.", name)
-
-
-def stack_of(name: str) -> str | None:
-    """Return the name of a parameter's stack of blocks, such as `model.layers`; None outside the blocks."""
-    match = IN_BLOCK.match(name)
-    return match["stack"] if match else None
 
 
 def parent(name: str) -> str:
@@ -57,7 +52,7 @@ def language_stack(names: Iterable[str]) -> str | None:
     """Return the stack of blocks of the language model: the only stack, or the only one whose prefix also has
     input embeddings. None if several or none are left."""
     names = list(names)
-    stacks = {stack for name in names if (stack := stack_of(name)) is not None}
+    stacks = {stack for stack, *_ in map(split, names) if stack is not None}
     if len(stacks) > 1:
         near = {parent(name.removesuffix(".weight")) for name in names if EMBEDDING.fullmatch(name)}
         stacks = {stack for stack in stacks if parent(stack) in near}
@@ -66,4 +61,4 @@ def language_stack(names: Iterable[str]) -> str | None:
 
 def is_linear(name: str, shape: tuple[int, ...] | None) -> bool:
     """Return whether a parameter is a matrix in a block that methods quantize."""
-    return split(name)[0] is not None and name.endswith(".weight") and len(shape or ()) == 2
+    return split(name)[1] is not None and name.endswith(".weight") and len(shape or ()) == 2

@@ -12,7 +12,7 @@ from typing import Any
 from quantkit import layouts
 from quantkit.errors import QuantkitError
 from quantkit.inspection import clients, integrity
-from quantkit.inspection.names import is_linear, language_stack, of_experts, part_of, split, stack_of, starred
+from quantkit.inspection.names import is_linear, language_stack, of_experts, part_of, split, starred
 from quantkit.inspection.stored import Weight, tokenizer_of, weights_of
 from quantkit.models.files.headers import Contents
 from quantkit.models.files.safetensors_folder import natural
@@ -249,8 +249,8 @@ def _tensors(
     quantized}. Names outside the language model begin with their stack, as in `visual.blocks.*.attn.qkv`."""
     rows: dict[tuple, dict[str, Any]] = {}
     for weight in sorted(weights, key=lambda weight: _place(weight, language)):
-        block, local = split(weight.name)
-        if language is not None and stack_of(weight.name) != language:
+        stack, block, local = split(weight.name)
+        if language is not None and stack != language:
             local, block = starred(weight.name)
         local = of_experts(local)
         why = {} if reasons is None else {"why": reasons.get(weight.name.removesuffix(".weight"))}
@@ -269,9 +269,9 @@ def _tensors(
 
 def _place(weight: Weight, language: str | None) -> tuple:
     """Return a sort key: embeddings, the language model's blocks, what follows them, other stacks."""
-    block, local = split(weight.name)
+    stack, block, local = split(weight.name)
     outside = -1 if part_of(weight.name) == "embeddings" else math.inf
-    other = block is not None and language is not None and stack_of(weight.name) != language
+    other = block is not None and language is not None and stack != language
     return other, outside if block is None else block, natural(local)
 
 

@@ -33,8 +33,7 @@ def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> N
     except QuantkitError as error:
         integrity["notes"] = [f"values were not read: {error.message}"]
         return
-    checkpoint, stored = skeleton.checkpoint, skeleton.names.stored
-    weights = {stored[name]: (name, parameter) for name, parameter in skeleton.stored_parameters().items()}
+    checkpoint, weights = skeleton.checkpoint, by_stored_name(skeleton)
     problems = [f"{name} is absent" for name in skeleton.names.missing()]
     for done, parameter in enumerate(weights.values(), start=1):
         problems += _errors_of(partial(skeleton.read, *parameter))
@@ -46,6 +45,12 @@ def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> N
     integrity["problems"] += [problem for problem in problems if problem not in integrity["problems"]]
     unused = [name for name in checkpoint.names if name not in weights]
     integrity.update(deep=True, notes=[f"{name} is no part of the model" for name in unused])
+
+
+def by_stored_name(skeleton: Skeleton) -> dict[str, tuple[str, torch.nn.Parameter]]:
+    """Return {stored name: (name in the model, parameter)} for all weights."""
+    parameters = skeleton.stored_parameters().items()
+    return {skeleton.names.stored[name]: (name, parameter) for name, parameter in parameters}
 
 
 def _errors_of(read: Callable[[], Any]) -> list[str]:

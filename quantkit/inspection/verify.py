@@ -110,12 +110,10 @@ def _files(
         why = "its manifest has none" if manifest else f"it has no {MANIFEST}"
         result["notes"].append(f"files were not compared with sums: {why}")
         return
-    for name, digest in recorded.items():
-        if name not in contents.files:  # a manifest must not name other folders
-            yield {"name": name, "state": "is absent"}
-        else:
-            state = "same" if checksums.of_file(root / name, listen=advance) == digest else "was changed"
-            yield {"name": name, "state": state}
+    sums = checksums.of_folder(root, WRITTEN_LATER - recorded.keys(), advance)
+    for name, digest in recorded.items():  # a manifest must not name other folders
+        state = "same" if sums.get(name) == digest else "was changed" if name in sums else "is absent"
+        yield {"name": name, "state": state}
     added = sorted(contents.files.keys() - recorded.keys() - WRITTEN_LATER)
     if added:
         result["notes"].append(f"{count(len(added), 'file')} came later: {name_all(added)}")
@@ -130,7 +128,7 @@ def _linears(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for every linear: its error, measured again, and the error in the manifest."""
     job = manifest.get("job", {})
-    entries = {entry["name"]: entry for entry in manifest.get("linears", ()) if _measure(entry)}
+    entries = {f"{row['name']}.weight": row for row in manifest.get("linears", ()) if _measure(row)}
     if not entries:
         result["notes"].append("errors were not measured: the manifest records no errors to compare with")
         return
@@ -142,18 +140,20 @@ def _linears(
         )
     dtype = DTYPES.get(str((job.get("execution") or {}).get("dtype", job.get("dtype"))), torch.float32)
     sides = [Skeleton(made, dtype, CPU) for made in (checkpoint, base)]
-    stored = [_stored(side) for side in sides]
-    shapes = [{name: tensor.shape for name, (_, tensor) in side.items()} for side in stored]
-    lost = sorted(name for name in entries if shapes[0].get(name) != shapes[1].get(name, ()))
+    weights = [values.by_stored_name(side) for side in sides]
+    shapes = [{name: tensor.shape for name, (_, tensor) in side.items()} for side in weights]
+    lost = sorted(
+        row["name"] for name, row in entries.items() if shapes[0].get(name) != shapes[1].get(name, ())
+    )
     linears = f"{count(len(lost), 'linear')} of the manifest: {name_all(lost, 3)}"
     what = f"{base.source} and {checkpoint.source} do not share {linears}"
     require(not lost, what, "give the model that was quantized", UNSUPPORTED)
     for done, (name, entry) in enumerate(entries.items(), start=1):
-        values, weight = (side.read(*names[name]) for side, names in zip(sides, stored, strict=True))
+        decoded, weight = (side.read(*names[name]) for side, names in zip(sides, weights, strict=True))
         kind = _measure(entry)
-        error, recorded = ERRORS[kind](weight.float(), values), float(entry[kind])
+        error, recorded = ERRORS[kind](weight.float(), decoded), float(entry[kind])
         agrees = abs(error - recorded) <= ERROR_TOLERANCE * recorded + LEAST_ERROR
-        yield {"name": name, "measure": kind, "error": error, "recorded": recorded, "agrees": agrees}
+        yield {"name": entry["name"], "measure": kind, "error": error, "recorded": recorded, "agrees": agrees}
         listen("measuring errors again", done, len(entries))
 
 
@@ -161,11 +161,3 @@ def _measure(entry: Mapping[str, Any]) -> str | None:
     """Return the name of the error that a linear's entry in the manifest contains, or None."""
     errors = [kind for kind in ERRORS if isinstance(entry.get(kind), (int, float))]
     return errors[0] if errors and isinstance(entry.get("name"), str) else None
-
-
-def _stored(skeleton: Skeleton) -> dict[str, tuple[str, torch.Tensor]]:
-    """Return {stored name of a linear: (name in the model, parameter)} for all weights."""
-    return {
-        skeleton.names.stored[name].removesuffix(".weight"): (name, parameter)
-        for name, parameter in skeleton.stored_parameters().items()
-    }

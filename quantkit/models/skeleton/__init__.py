@@ -161,10 +161,10 @@ class Skeleton:
             found[module] = name
         return found
 
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, values: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return the hidden states `[batch, tokens, hidden]` that enter block 0, for `ids [batch, tokens]`.
-        Models that pass more than hidden states between blocks return a `flow`."""
-        return self._recorder.embed(ids)
+        Models that pass more than hidden states between blocks return a `flow`. values: see `logits`."""
+        return self._recorder.embed(ids, values)
 
     def run_block(self, index: int, hidden: Tensor) -> Tensor:
         """Return the hidden states after block `index`. `hidden` must have the block's dtype. The head as a

@@ -68,9 +68,10 @@ class Recorder:
         same = all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
         self._flow = Flow(part, by_ids=not same)
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """Return the flow that enters the first block, and record all blocks' arguments for this shape."""
-        hidden, calls = self._record(ids)
+    def embed(self, ids: Tensor, values: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the flow that enters the first block, and record all blocks' arguments for this shape.
+        values: see `logits`."""
+        hidden, calls = self._record(ids, values)
         self._keep(tuple(ids.shape), calls)
         return self._flow.pack(0, hidden, ids, ())
 
@@ -114,10 +115,7 @@ class Recorder:
         """Return the logits `[tokens, vocabulary]` of the last block's output `flow [tokens, width]`. values:
         replace parameters by name; with them, autograd tracks the computation."""
         with self._after_blocks(flow[None].to(self._device)) as ids:
-            if values is None:
-                return self._run(ids).logits[0]
-            arguments = {"input_ids": ids.to(self._device), "use_cache": False}
-            return functional_call(self._model, dict(values), (), arguments).logits[0]
+            return self._run(ids, values).logits[0]
 
     def head_inputs(self, flow: Tensor) -> Tensor:
         """Return the inputs of the model's head for the last block's output `flow [batch, tokens, width]`."""
@@ -148,9 +146,12 @@ class Recorder:
         if len(self._calls) > (1 if self._flow.by_ids else SHAPES):
             del self._calls[next(iter(self._calls))]
 
-    def _run(self, ids: Tensor):
+    def _run(self, ids: Tensor, values: Mapping[str, Tensor] | None = None):
+        arguments = {"input_ids": ids.to(self._device), "use_cache": False}
+        if values is not None:
+            return functional_call(self._model, dict(values), (), arguments)
         with torch.no_grad():
-            return self._model(input_ids=ids.to(self._device), use_cache=False)
+            return self._model(**arguments)
 
     @contextmanager
     def _listening(self, record: Record | None) -> Iterator[None]:
@@ -162,7 +163,7 @@ class Recorder:
             for stub in self._stubs:
                 stub.record = None
 
-    def _record(self, ids: Tensor) -> tuple[Tensor, Calls]:
+    def _record(self, ids: Tensor, values: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Calls]:
         """Return the hidden states that enter block 0, and the arguments of every block."""
         ids = ids.to(self._device)
         calls: list[Call] = []
@@ -175,7 +176,7 @@ class Recorder:
                 raise _Recorded
 
         with self._listening(record), suppress(_Recorded):
-            self._run(ids)
+            self._run(ids, values)
         leaves = filter(_is_empty, tree_leaves(calls, is_leaf=_is_empty))
         return entry[0], Calls(calls, list({id(leaf): leaf for leaf in leaves}.values()), ids)
 

@@ -77,7 +77,7 @@ class Output:
         """Return every linear of the blocks with its format, by the checkpoint's names."""
         return [
             Planned(
-                split(spec.name)[1],
+                split(spec.name)[2],
                 spec.block,
                 (spec.out_features, spec.in_features),
                 spec.grid.describe() if spec.grid else f"16 bit ({spec.kept})",
