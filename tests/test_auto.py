@@ -89,10 +89,14 @@ def test_a_divergence_is_kept_within(auto):
     assert found["searched"]["chosen_bytes"] == min(within)
 
 
-def test_a_size_holds_all_files(auto, tmp_path):
+def test_a_size_holds_all_files(auto, tmp_path, monkeypatch):
+    """With room for manifest and recipe, so that nothing is made twice."""
     asked = ["--sensitivities", "table.json", "--head", "4"]
     whole = auto("--bpw", "5", "-o", "whole", *asked)["searched"]["disk_bytes"]
+    made, make = [], results.Search._made
+    monkeypatch.setattr(results.Search, "_made", lambda *given: made.append(given) or make(*given))
     found = auto("--max-size", f"{whole}B", "-o", "sized", *asked)
+    assert len(made) == 1
     assert open_checkpoint(str(tmp_path / "sized")).is_quantized("lm_head.weight")
     assert found["searched"]["disk_bytes"] <= whole
     assert sum(path.stat().st_size for path in (tmp_path / "sized").iterdir()) <= whole
@@ -164,16 +168,16 @@ def test_measuring_that_was_interrupted_goes_on_to_the_same_table(auto, tmp_path
     def units(name: str = "found.auto/sensitivities.json") -> dict:
         return json.loads((tmp_path / name).read_text())["units"]
 
-    divergence, count, last = unit_divergence._divergence, 0, 7
+    divergences, count, last = unit_divergence._divergences, 0, 7
 
-    def counted(skeleton, reference, stream):
+    def counted(skeleton, reference, streams, *compared):
         nonlocal count
-        count += 1
-        if count == last:
+        count += len(streams)
+        if last and count >= last:
             signal.raise_signal(signal.SIGINT)
-        return divergence(skeleton, reference, stream)
+        return divergences(skeleton, reference, streams, *compared)
 
-    monkeypatch.setattr(unit_divergence, "_divergence", counted)
+    monkeypatch.setattr(unit_divergence, "_divergences", counted)
     heard = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, heard))
     asked = ["--bpw", "4.2", "-o", "found", "--sensitivities", "table.json"]

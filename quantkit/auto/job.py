@@ -43,6 +43,8 @@ LEAST_TOKENS = 1000  # measured on fewer tokens, sensitivities and comparisons a
 MEASURED_IN = "float32"
 KEPT_IN = torch.bfloat16  # type of the usual weights; much finer than the candidates' rounding
 TABLE = "sensitivities.json"
+# Of manifest and model card, whose recipe names many linears: 207 kB for SmolLM2's 210.
+MANIFEST_BYTES, LINEAR_BYTES = 6144, 1152
 STREAMS_SHARE = 0.25  # share of the free memory for streams
 
 
@@ -90,6 +92,12 @@ class Auto:
         source = self.job.checkpoint
         companions = source.disk_bytes - sum(info.nbytes for info in source.infos.values())
         return planned.plan.output_bytes - nbytes(self.units, preset.choice) + max(0, companions)
+
+    @property
+    def files_bytes(self) -> int:
+        """Return the bytes of all files of the output except the units' tensors, at most."""
+        manifest = MANIFEST_BYTES + LINEAR_BYTES * len(self.job.specs)
+        return self.fixed_bytes + (0 if self.space.method.name == "gguf" else manifest)
 
     def recipe(self, values: Mapping[str, Any], description: str) -> str:
         """Return the recipe as YAML. values: of a choice, by dotted keys. The recipe also names the solver
@@ -168,7 +176,7 @@ class Auto:
         if options.bpw is not None:
             return int(options.bpw * self.weights / 8)
         if options.max_size is not None:
-            return size_bytes(options.max_size, "--max-size") - self.fixed_bytes
+            return size_bytes(options.max_size, "--max-size") - self.files_bytes
         return None
 
     def expected_bytes(self) -> int:
@@ -223,7 +231,7 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
     auto = Auto(request, space, prepared, units, presets, windows, tokens, statistics, output, held_out)
     if (budget := auto.budget_bytes()) is not None:
         sized = request.options.max_size is not None
-        allocation.refuse_too_few(units, budget, auto.fixed_bytes if sized else None)
+        allocation.refuse_too_few(units, budget, auto.files_bytes if sized else None)
     return auto
 
 

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,8 @@ def measure(auto: Auto, progress: Progress, saved: Sensitivities | None = None) 
         progress.counting("measuring sensitivities", next(done), len(auto.units))
 
     report()
-    inputs = skeleton, missing, tokens, statistics, solving, auto.streams, report
+    compared = partial(progress.counting, "comparing predictions")
+    inputs = skeleton, missing, tokens, statistics, solving, auto.streams, report, compared
     try:
         for of_usual, changes in unit_divergence.measure(*inputs):
             rows = {

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,13 +48,15 @@ def measure(
     replacer: Solving,
     limit: int,
     report: Callable[[], None] = lambda: None,
+    compared: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[tuple[Divergence, dict[str, Divergence]]]:
     """Yield, after each walk through the model, the divergence of the usual model from the original, and
     those of the units measured so far from the usual model, by the name of the replaced unit.
 
     tokens: ids `[batch, tokens]` to measure on. calibration: ids for the solver. limit: maximum number of
-    streams. report: called when the streams of a unit have begun. Tensors outside the blocks must be loaded.
-    Results do not depend on which units are measured.
+    streams. report: called when the streams of a unit have begun. compared: called with the number of tokens
+    whose predictions were compared, and their total. Tensors outside the blocks must be loaded. Results do
+    not depend on which units are measured.
     """
     changes: dict[str, Divergence] = {}
     pending = deque(sorted(units, key=lambda unit: -1 if unit.block is None else unit.block))
@@ -92,8 +93,9 @@ def measure(
             streams += started
             del values, stored  # memory for the next block
         if of_usual is None:
-            final, of_usual = usual, _divergence(skeleton, original, _Stream("", usual))
-        changes |= {stream.unit: _divergence(skeleton, final, stream) for stream in streams}
+            final = usual
+            of_usual = _divergences(skeleton, original, [_Stream("", usual)])[""]
+        changes |= _divergences(skeleton, final, streams, compared)
         yield of_usual, changes
         streams = []
         if next_walk:
@@ -109,11 +111,30 @@ def _run(skeleton: Skeleton, index: int, states: States, values: Values) -> Stat
     return [skeleton.trace_block(index, hidden, values) for hidden in states]
 
 
-def _divergence(skeleton: Skeleton, reference: States, stream: _Stream) -> Divergence:
-    """Return the KL divergence of a stream from the reference's predictions, a mean over tokens."""
-    logits = partial(skeleton.logits, values=stream.head)
-    pairs = zip(reference, stream.states, strict=True)
-    vocabulary = skeleton.checkpoint.text_config.vocab_size
-    by_token = divergence.of_tokens(skeleton.logits, logits, pairs, vocabulary)
-    spread = by_token.std().item() if len(by_token) > 1 else 0.0
-    return {"mean": by_token.mean().item(), "stderr": spread / len(by_token) ** 0.5}
+def _divergences(
+    skeleton: Skeleton,
+    reference: States,
+    streams: Sequence[_Stream],
+    compared: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Divergence]:
+    """Return the KL divergence of each stream from the reference's predictions, a mean over tokens, by unit.
+    The reference's predictions are computed once for all streams."""
+    size = divergence.chunk_tokens(skeleton.checkpoint.text_config.vocab_size)
+    losses: dict[str, list[Tensor]] = {stream.unit: [] for stream in streams}
+    done, total = 0, sum(hidden.shape[:2].numel() for hidden in reference)
+    compared(done, total)
+    for batch, hidden in enumerate(reference):
+        for start in range(0, hidden.shape[:2].numel(), size):
+            span = slice(start, start + size)
+            expected = skeleton.logits(hidden.flatten(0, 1)[span]).float().log_softmax(-1)
+            for stream in streams:
+                states = stream.states[batch].flatten(0, 1)[span]
+                replaced = skeleton.logits(states, values=stream.head).float().log_softmax(-1)
+                losses[stream.unit].append(divergence.of_log_probs(expected, replaced).cpu())
+            compared(done := done + len(expected), total)
+    return {unit: _mean(torch.cat(parts).double()) for unit, parts in losses.items()}
+
+
+def _mean(losses: Tensor) -> Divergence:
+    spread = losses.std().item() if len(losses) > 1 else 0.0
+    return {"mean": losses.mean().item(), "stderr": spread / len(losses) ** 0.5}
