@@ -106,8 +106,8 @@ class BlockGrid(WholeLevels):
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Any:
         """Return parameters for ggml blocks `weight [rows, group_size]`, found as ggml does, except that
-        K-quants with mins try fewer scales. Where ggml uses the mean square of a row, each block counts as
-        one."""
+        K-quants with mins try fewer scales if there is no importance. Where ggml uses the mean square of a
+        row, each block counts as a row."""
         return group(self._parameters(weight, importance, quick=True), 0)
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Any:
