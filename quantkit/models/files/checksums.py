@@ -6,8 +6,9 @@ Sums detect damage, not forgery: whoever forges a file can change its sum.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from quantkit.models.files import untrusted
@@ -18,11 +19,13 @@ BLANK = "0" * 64  # reserved for the sum
 PIECE = 1 << 22
 
 
-def of_folder(folder: Path) -> dict[str, str]:
-    """Return the sha256 of every file by name."""
-    files = sorted(path for path in untrusted.entries(folder) if path.is_file())
+def of_folder(
+    folder: Path, leave: Collection[str] = (), listen: Callable[[int], None] = lambda nbytes: None
+) -> dict[str, str]:
+    """Return the sha256 of every file by name, except the names in `leave`; listen as in `add`."""
+    files = sorted(path for path in untrusted.entries(folder) if path.is_file() and path.name not in leave)
     with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter's lock
-        sums = zip(files, pool.map(of_file, files), strict=True)
+        sums = zip(files, pool.map(partial(of_file, listen=listen), files), strict=True)
         return {path.relative_to(folder).as_posix(): sha256 for path, sha256 in sums}
 
 
