@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from quantkit.cli import distill_report
-from quantkit.distillation import job
+from quantkit.distillation import blocks, job
 from quantkit.distillation.options import DistillOptions
 from quantkit.distillation.request import Request
 from quantkit.distillation.student import Student, vectors
@@ -362,6 +362,25 @@ def test_a_text_is_added_where_a_gguf_file_has_none(tmp_path):
     assert metadata == before | {"told": "x" * 100}
     assert infos["a"].offset == places["a"].offset + moved
     assert new.read_bytes()[infos["a"].offset :] == old.read_bytes()[places["a"].offset :]
+
+
+def test_without_training_block_by_block_a_student_runs_once(workplace, tmp_path, monkeypatch):
+    runs, passes, outputs, walk = [], [], Student.outputs, blocks.walk
+
+    def counted(self, block, *given):
+        runs.append(block.index)
+        return outputs(self, block, *given)
+
+    def walked(*given):
+        final = walk(*given)
+        passes.append(list(runs))
+        return final
+
+    monkeypatch.setattr(Student, "outputs", counted)
+    monkeypatch.setattr(blocks, "walk", walked)
+    distill(request(workplace, tmp_path / "out", epochs=1, block_epochs=0))
+    (indices,) = passes
+    assert indices == list(range(len(indices))) and len(indices) > 1
 
 
 @pytest.mark.parametrize("family", ["mixtral", *nightly("gpt2", "gemma3n")])

@@ -43,7 +43,7 @@ LEAST_TOKENS = 1000  # measured on fewer tokens, sensitivities and comparisons a
 MEASURED_IN = "float32"
 KEPT_IN = torch.bfloat16  # type of the usual weights; much finer than the candidates' rounding
 TABLE = "sensitivities.json"
-# Of manifest and model card, whose recipe names many linears: 207 kB for SmolLM2's 210.
+# Manifest and model card, whose recipe names many linears, in all and per linear: SmolLM2's 210 take 207 kB.
 MANIFEST_BYTES, LINEAR_BYTES = 6144, 1152
 STREAMS_SHARE = 0.25  # share of the free memory for streams
 
@@ -84,7 +84,7 @@ class Auto:
 
     @cached_property
     def fixed_bytes(self) -> int:
-        """Return the bytes of all files of the output except the units' tensors."""
+        """Return the bytes of the output except the units' tensors, manifest and model card."""
         preset = self.presets[0]
         planned = job.prepare(
             self.job_of(self.recipe(preset.values, ""), self.output), Progress(), dry_run=True
@@ -95,7 +95,8 @@ class Auto:
 
     @property
     def files_bytes(self) -> int:
-        """Return the bytes of all files of the output except the units' tensors, at most."""
+        """Return the bytes of the output except the units' tensors, with a generous estimate of manifest and
+        model card."""
         manifest = MANIFEST_BYTES + LINEAR_BYTES * len(self.job.specs)
         return self.fixed_bytes + (0 if self.space.method.name == "gguf" else manifest)
 

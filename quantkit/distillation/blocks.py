@@ -76,10 +76,11 @@ def walk(training: Training, staging: Staging, timings: Timings, progress: Progr
         return embedded(batches, skeleton.embed, skeleton.device)
 
     taught, theirs = enter(teacher, training.train), enter(teacher, training.held_out)
-    before = after = enter(student.skeleton, training.held_out)
-    trained = ()  # states behind trained blocks
+    before = enter(student.skeleton, training.held_out)
+    after, trained = before, ()  # without training, the states behind trained blocks are those before
     if options.block_epochs:
-        trained = after, ours = [enter(student.skeleton, ids) for ids in (training.held_out, training.train)]
+        after, ours = enter(student.skeleton, training.held_out), enter(student.skeleton, training.train)
+        trained = after, ours
     floats: Floats = {}
     for index in range(student.depth):
         with timings("teacher"):
