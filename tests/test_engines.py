@@ -198,7 +198,10 @@ def test_damaged_files_are_not_run(nf4, tmp_path, quantkit):
 @pytest.mark.parametrize(
     "engine", [name for name, (package, _) in PACKAGES.items() if not find_spec(package)]
 )
-def test_a_missing_package_is_named_with_the_command(demo_model, refuse, engine):
+def test_a_missing_package_is_named_with_the_command(demo_model, refuse, tmp_path, monkeypatch, engine):
+    """A folder of that name in the current folder is not the package."""
+    (tmp_path / PACKAGES[engine][0]).mkdir()
+    monkeypatch.chdir(tmp_path)
     error, hint = refuse(4, "verify", demo_model, "--engine", engine)
     package, install = PACKAGES[engine]
     assert error == f"{sys.executable} has no package {package}, which runs {engine}"

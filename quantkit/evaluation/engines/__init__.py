@@ -56,12 +56,14 @@ class Engine:
         path = shutil.which(python or sys.executable)
         if path is None:
             raise QuantkitError(f"--python {python}: no such program", "name a python", NOT_FOUND)
+        path = os.path.abspath(path)  # engines run in another folder, whose files are no modules
         package, install = PACKAGES[name]
         look = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
-        if subprocess.run([path, "-c", look], env=_environment(), capture_output=True).returncode:
+        looked = subprocess.run([path, "-c", look], env=_environment(), cwd="/", capture_output=True)
+        if looked.returncode:
             hint = f"{path} -m pip install {install}; or name a python that has it with --python"
             raise QuantkitError(f"{path} has no package {package}, which runs {name}", hint, UNSUPPORTED)
-        return Engine(name, os.path.abspath(path), _parsed(options))  # it runs in another folder
+        return Engine(name, path, _parsed(options))
 
     @contextmanager
     def run(
