@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from quantkit.models.skeleton.experts import Experts, SortedExperts
+from quantkit.quantize.calibrate.forwards import repeated
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.calibrate.view import BlockView
 
@@ -41,14 +42,15 @@ class Probe:
     """
 
     def __init__(self, view: BlockView):
-        self.block, self._run = view.block, view.probe
-        self.layers = {name: part for name, part in view.block.named_modules() if isinstance(part, Experts)}
+        self.block, self._run, self._expert = view.block, view.probe, view.expert
+        layers = {name: part for name, part in view.block.named_modules() if isinstance(part, Experts)}
+        self.layers = {} if view.expert else layers
         device = next(part.device for part in view.block.parameters() if not part.is_meta)
         self.stand_ins = {f"{name}.entering": _stand_in(layer, device) for name, layer in self.layers.items()}
         self.readers: dict[str, list[Site]] = {}
         for site in view.sites:
-            if site.calls:
-                self.readers.setdefault(site.pool or site.module, []).append(site)
+            if site.calls or view.expert:
+                self.readers.setdefault(view.shared(site).module, []).append(site)
         self.matrices: dict[str, list[str]] = {}
         for name, module in self.modules().items():
             leaves = [leaf for leaf, part in module.named_parameters(recurse=False) if part.ndim > 1]
@@ -56,9 +58,12 @@ class Probe:
                 self.matrices[name] = leaves
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return the block's modules except those inside experts."""
+        """Return the block's modules except those inside experts, or those of a view's expert."""
         inside = tuple(f"{name}." for name in self.layers)
-        return {name: part for name, part in self.block.named_modules() if not f"{name}.".startswith(inside)}
+        modules = (
+            (name, part) for name, part in self.block.named_modules() if f"{name}.".startswith(self._expert)
+        )
+        return {name: part for name, part in modules if not f"{name}.".startswith(inside)}
 
     def columns(self, place: str) -> list[str]:
         """Return the names of the weights that read at a place."""
@@ -99,18 +104,13 @@ class Probe:
     def entering(self, place: str, name: str, rows: Tensor) -> Tensor:
         """Return the inputs at `place` if these rows of linear `name` double. The forward pass ends there."""
 
-        def arrive(module: nn.Module, args: tuple) -> None:
-            raise _Arrived(args[0].float())
-
         def double(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
             return output * output.new_ones(output.shape[-1]).index_fill_(0, rows, 2)
 
         linear, reader = self.block.get_submodule(name), self.block.get_submodule(place)
-        with linear.register_forward_hook(double), reader.register_forward_pre_hook(arrive):
-            try:
-                self._run()
-            except _Arrived as arrived:
-                return arrived.args[0]
+        with linear.register_forward_hook(double):
+            (inputs,) = repeated(reader, lambda _: self._run(), 1)
+        return inputs.float()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -123,10 +123,6 @@ class Probe:
             for module, parameters in kept:
                 for name, parameter in parameters.items():
                     setattr(module, name, parameter)
-
-
-class _Arrived(Exception):
-    """Ends a forward pass; its argument is the inputs of a module."""
 
 
 @contextmanager

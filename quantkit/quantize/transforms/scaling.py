@@ -106,20 +106,18 @@ class ColumnScaling:
         here = replace(
             view, statistics={site: view.statistics[site] for site in view.statistics if site in sites}
         )
-        experts = list(expert_folds.experts(here, later.entering, later.folded, later.known))
+        experts = list(expert_folds.views(here, later.entering, later.folded))
         inside = {site for expert in experts for site in expert.sites}
         self._leave(here, [site for site in here.statistics if site not in later.folded | inside], result)
         columns: dict[str, Tensor] = {}
         for fold in folds:
             columns |= self._scale(view, fold, result)
         for expert in experts:
-            inner = Transformed(dict(expert.view.statistics))
-            inner_folds = expert.find_folds()
+            inner_folds = expert_folds.find(expert, later.known)
             folded = {site for fold in inner_folds for site in fold.sites}
-            self._leave(expert.view, [site for site in expert.view.statistics if site not in folded], inner)
+            self._leave(expert, [site for site in expert.sites if site not in folded], result)
             for fold in inner_folds:
-                self._scale(expert.view, fold, inner)
-            expert.merge(inner, result)
+                self._scale(expert, fold, result)
         return columns
 
     def _scale(self, view: BlockView, fold: Fold, result: Transformed) -> dict[str, Tensor]:
@@ -191,7 +189,7 @@ class Later:
     transform: ColumnScaling
     entering: Mapping[str, Tensor]
     folded: Collection[Site]
-    known: dict[str, list[list[Producer]]] = field(default_factory=dict)
+    known: dict[str, list[Producer]] = field(default_factory=dict)
 
     def expert(self, columns: Mapping[str, Tensor], view: BlockView, linears: Sequence[str]) -> Transformed:
         """Scale the columns of an expert's `linears`, then its inner producers; return the changes."""
@@ -231,12 +229,7 @@ def _readers(view: BlockView, site: Site) -> list[Reader]:
 
 def _entering(view: BlockView, sites: Sequence[Site]) -> dict[Site, SiteStatistics]:
     """Return the statistics of sites; for an expert's site, those of its layer."""
-    return {layer: view.statistics[layer] for layer in map(_layer_of, sites)}
-
-
-def _layer_of(site: Site) -> Site:
-    """Return the site of an expert's layer; other sites unchanged."""
-    return Site((), site.pool) if site.pool else site
+    return {site: view.statistics[site] for site in map(view.shared, sites)}
 
 
 def _sampled(
@@ -252,7 +245,7 @@ def _sampled(
     by_grid: dict[tuple[Site, Grid], list[tuple[Site, str]]] = {}  # rounded together
     for site, name in names:
         grid = view.grids[name].plain() if plain else view.grids[name]
-        by_grid.setdefault((_layer_of(site), grid), []).append((site, name))
+        by_grid.setdefault((view.shared(site), grid), []).append((site, name))
     readers = []
     for (layer, grid), linears in by_grid.items():
         hessian = entering[layer].hessian
