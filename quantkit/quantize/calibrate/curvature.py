@@ -108,8 +108,7 @@ def _pass(
     depth, first = skeleton.depth, min(chosen)
     total = depth + BACK * (depth - first)
     entered: dict[int, Spill] = {}
-    decoded: walk.Source = (None, True)  # activations are not rounded
-    for index, _ in walk.blocks(skeleton, lambda index: decoded, only=range(depth)):
+    for index, _ in walk.blocks(skeleton, only=range(depth)):
         progress.counting(STEPS, index, total)
         if index >= first:
             entered[index] = Spill(staged.folder)
@@ -117,7 +116,7 @@ def _pass(
                 entered[index].append(hidden)
         states.advance(skeleton.outputs(index, states))
     _back_through_head(skeleton, states)
-    for index, block in walk.blocks(skeleton, lambda index: decoded, only=range(depth - 1, first - 1, -1)):
+    for index, block in walk.blocks(skeleton, only=range(depth - 1, first - 1, -1)):
         progress.counting(STEPS, total - BACK * (index + 1 - first), total)
         run = partial(skeleton.trace_block, index, values={})
         sums = _back(run, block, entered.pop(index), states, chosen.get(index, ()))
