@@ -31,7 +31,7 @@ from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.calibrate.view import BlockView, Transformed
 from quantkit.quantize.solvers import measured, row_losses
 from quantkit.quantize.transforms import expert_folds
-from quantkit.quantize.transforms.fold import Fold, Producer, divided, find_folds
+from quantkit.quantize.transforms.fold import Fold, Producer, find_folds
 from quantkit.quantize.transforms.probe import assign, in_float32, probing
 
 SCALED_ROWS = 512  # rows looked at together, at least
@@ -138,8 +138,7 @@ class ColumnScaling:
         scale = self.search(losses, fold.producer, shares)
         if scale is None:
             return {}
-        producer = fold.producer.name
-        scale, divided_tensors = divided(view, fold.producer, scale)
+        producer, scale = fold.producer.name, fold.producer.storable(view, scale)
         before = sum(losses.plain)
         after = losses.of(scale, limit=float(before))
         if not after < self.enough[view.block.get_submodule(producer).weight.ndim] * before:
@@ -148,7 +147,8 @@ class ColumnScaling:
         scaled = {"into": producer, "spread": spread, "loss": after / float(before)}
         for name in (name for site in sites for name in _quantized(view, site)):
             result.report(name, scaled=scaled)
-        for name, tensor in divided_tensors.items():
+        divided = fold.producer.divided(view.block, scale)
+        for name, tensor in divided.items():
             assign(view.block, name, tensor)
         factor = fold.producer.factor(view.block, scale)
         result.row_factors[producer] = factor * result.row_factors.get(producer, 1)
@@ -156,7 +156,7 @@ class ColumnScaling:
         columns = [name for name in fold.columns if name not in away]
         for name in columns:
             assign(view.block, name, view.block.get_parameter(name).float() * scale)
-        result.changed.update(divided_tensors, columns)
+        result.changed.update(divided, columns)
         for site in here:
             result.statistics[site] = view.statistics[site].divided(scale)
             result.divided_by[site] = scale
