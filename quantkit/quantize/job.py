@@ -138,7 +138,7 @@ def prepare(
         source_sha256 = Future() if dry_run or distributed.rank() else _hashed(checkpoint)
 
     if method.outside and Statistic.HESSIAN in method.needs:
-        rounded = method.output.rounded(skeleton.checkpoint, specs)
+        rounded = method.output.rounded(skeleton.checkpoint)
         if rounded is not skeleton.checkpoint:
             dtype = {"dtype": str(skeleton.dtype).removeprefix("torch.")}
             skeleton = open_skeleton(rounded, request.run, adopted | dtype)

@@ -51,7 +51,7 @@ LOSS_ROOM = 2048  # bytes reserved in the metadata for the loss, which is measur
 
 @dataclass(frozen=True)
 class GgufOutput(Output):
-    """See `Output`. targets: tensors of the file. chosen: their types, by name. metadata: of the file.
+    """See `Output`. targets: tensors of the file. types: of these, by name. metadata: of the file.
 
     imatrix: importance of input columns for encoding; None: all equal, or not measured yet. gathers: it is
     measured on calibration text first. origin: where the importance comes from. left_out: bytes of each
@@ -59,7 +59,7 @@ class GgufOutput(Output):
     """
 
     targets: tuple[Target, ...]
-    chosen: Mapping[str, str]
+    types: Mapping[str, str]
     metadata: Mapping[str, Any]
     imatrix: Imatrix | None = None
     gathers: bool = False
@@ -80,10 +80,10 @@ class GgufOutput(Output):
             if target.part is None
         }
 
-    def types(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> dict[str, str]:
-        """Return the type of each GGUF tensor: the chosen type, or 16 bit for kept linears."""
+    def of_job(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> GgufOutput:
+        """Return the output with 16-bit types for kept linears."""
         kept = {f"{spec.name}.weight" for spec in specs if spec.kept}
-        types = dict(self.chosen)
+        types = dict(self.types)
         for target in self.targets:
             if kept.intersection(target.stored) and not stays_float(target.name, target.shape):
                 if others := sorted(set(target.stored) - kept):
@@ -95,14 +95,15 @@ class GgufOutput(Output):
                     )
                 info = checkpoint.infos.get(target.stored[0])
                 types[target.name] = "BF16" if info and info.dtype == "BF16" else "F16"
-        return types
+        return replace(self, types=types)
 
-    def rounded(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> Checkpoint:
+    def rounded(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the source with tensors that the file holds in 16 bit rounded to their type."""
-        types, infos = self.types(checkpoint, specs), {}
+        infos = {}
         for target in self.targets:
-            for name in target.stored if types[target.name] in ("F16", "BF16") else ():
-                info, type = checkpoint.infos.get(name), types[target.name]
+            type = self.types[target.name]
+            for name in target.stored if type in ("F16", "BF16") else ():
+                info = checkpoint.infos.get(name)
                 if info and info.dtype != type and target.part is None:
                     stored = type, info.shape, info.file, info.offset, info.nbytes
                     values = partial(_narrow, target, type, checkpoint, name)
@@ -111,7 +112,7 @@ class GgufOutput(Output):
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
         """Return the exact sizes of the output, computed from the types of all tensors."""
-        entries = self._entries(self.types(checkpoint, specs))
+        entries = self._entries()
         packed = {entry.name: math.prod(entry.shape) for entry in entries if entry.type not in PLAIN}
         coded = packed.keys() | {f"{name.removesuffix('.weight')}.scale" for name in packed}
         return Sizes(
@@ -123,16 +124,16 @@ class GgufOutput(Output):
 
     def paths(self, material: Material) -> list[Path]:
         """Return the paths of the file, or of its shards."""
-        entries = self._entries(self.types(material.checkpoint, material.specs))
-        return gguf_shards.paths(material.staging.output, len(in_shards(entries, material.shard_bytes)))
+        shards = in_shards(self._entries(), material.shard_bytes)
+        return gguf_shards.paths(material.staging.output, len(shards))
 
-    def encoding(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> int:
+    def encoding(self, checkpoint: Checkpoint) -> int:
         """Return the bytes needed to encode the largest tensor or expert: its source and its codes twice."""
-        types, largest = self.types(checkpoint, specs), 0
+        largest = 0
         for target in self.targets:
             read = sum(checkpoint.infos[name].nbytes for name in target.stored if name in checkpoint.infos)
             read = 4 * math.prod(target.shape) if checkpoint.quantized else read  # decoded to float32
-            codes = Entry(target.name, types[target.name], target.shape).nbytes
+            codes = Entry(target.name, self.types[target.name], target.shape).nbytes
             largest = max(largest, (read + 2 * codes) // max(1, len(target.parts)))
         return largest
 
@@ -143,13 +144,12 @@ class GgufOutput(Output):
 
     def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
         """Return every matrix with its type, by its name in the file."""
-        types = self.types(checkpoint, specs)
         matrices = []
         for target in self.targets:
             if len(target.shape) >= 2:
                 block = re.fullmatch(r"blk\.(\d+)\.(.+)", target.name)
                 name, index = (block[2], int(block[1])) if block else (target.name, None)
-                matrices.append(Planned(name, index, target.shape, types[target.name]))
+                matrices.append(Planned(name, index, target.shape, self.types[target.name]))
         return matrices
 
     def copied(self, material: Material) -> dict[str, int]:
@@ -161,8 +161,7 @@ class GgufOutput(Output):
     ) -> None:
         """Encode embedding and head before the first block, so that all blocks run with the encoded ones."""
         skeleton, checkpoint, staged = material.skeleton, material.checkpoint, material.staging
-        types, model = self.types(checkpoint, material.specs), skeleton.model
-        outside = dict(model.named_parameters(remove_duplicate=False))
+        types, outside = self.types, dict(skeleton.model.named_parameters(remove_duplicate=False))
         rest = [t for t in self.targets if len(t.shape) == 2 and t.parameters and t.parameters[0] in outside]
         if not distributed.broadcast(lambda: bool(staged.rest())):
             coded = {t.name: self._encoded(t, checkpoint, [types[t.name]], None, progress) for t in rest}
@@ -188,20 +187,19 @@ class GgufOutput(Output):
     def write(self, drafts: Sequence[Draft], imatrix: Imatrix | None, progress: Progress) -> None:
         """Write the files of one model in one pass over the source. Staged tensors require a single file."""
         material = drafts[0].material
-        types = [draft.output.types(draft.material.checkpoint, draft.material.specs) for draft in drafts]
         importance = imatrix.values() if imatrix else {}
         staged, source = self._staged(material), self._changed(material)
         staged_scales = self._staged(material, "ggml_scale")
         with ExitStack() as stack:
             writers = []
-            for draft, chosen in zip(drafts, types, strict=True):
-                shards = in_shards(self._entries(chosen), draft.material.shard_bytes)
+            for draft in drafts:
+                shards = in_shards(draft.output._entries(), draft.material.shard_bytes)
                 metadata = draft.output._metadata(draft.manifest, imatrix)
                 sums = {checksums.IN_SHARD if len(shards) > 1 else checksums.IN_FILE: checksums.BLANK}
                 writers.append(stack.enter_context(in_files(draft.place, metadata, shards, sums)))
             for position, target in enumerate(self.targets):
                 progress.counting("writing tensors", position, len(self.targets))
-                chosen_types = [chosen[target.name] for chosen in types]
+                types = [draft.output.types[target.name] for draft in drafts]
                 weights = _per_part(importance.get(target.name), len(target.parts))
                 scales: list[list[float]] = [[] for _ in writers]
                 for expert, matrix in enumerate(target.parts):
@@ -210,12 +208,12 @@ class GgufOutput(Output):
                         added = [] if scale is None else reading.tensor(scale).tolist()
                         encoded = [(reading.tensor(staged[matrix.stored[0]]), added)]
                     else:
-                        encoded = self._encoded(matrix, source, chosen_types, weights[expert], progress)
+                        encoded = self._encoded(matrix, source, types, weights[expert], progress)
                     for write, (rows, added), file_scales in zip(writers, encoded, scales, strict=True):
                         moved = rows if target.index is None else rows.index_select(0, target.index)
                         write(target.name, [moved.contiguous().numpy()])
                         file_scales += added
-                for write, type, file_scales in zip(writers, chosen_types, scales, strict=True):
+                for write, type, file_scales in zip(writers, types, scales, strict=True):
                     if scale := scale_of(target.name, type, target.shape):
                         write(scale[0], [np.array(file_scales, np.float32)])
             progress.counting("writing tensors", len(self.targets), len(self.targets))
@@ -276,12 +274,12 @@ class GgufOutput(Output):
         infos = {name: info for name, info in material.staging.tensors().items() if name in source.names}
         return source.with_changed(infos) if infos else source
 
-    def _entries(self, types: Mapping[str, str]) -> list[Entry]:
+    def _entries(self) -> list[Entry]:
         """Return all tensors of the file in the order of writing."""
         entries = []
         for target in self.targets:
-            entries.append(Entry(target.name, types[target.name], target.shape))
-            if scale := scale_of(target.name, types[target.name], target.shape):
+            entries.append(Entry(target.name, self.types[target.name], target.shape))
+            if scale := scale_of(target.name, self.types[target.name], target.shape):
                 entries.append(Entry(scale[0], "F32", scale[1]))
         return entries
 

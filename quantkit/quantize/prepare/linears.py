@@ -43,7 +43,8 @@ def of_job(skeleton: Skeleton, request: Request) -> tuple[BuiltMethod, list[Line
         what, hint = "--exclude leaves nothing to quantize", "narrow the pattern"
     require(not all(spec.kept for spec in specs), what, hint, USAGE)
     notes = _group_notes(specs, options.group_size) if request.open_groups else ()
-    return replace(method, layout=method.layout.of_job(specs), notes=(*method.notes, *notes)), specs
+    layout, output = method.layout.of_job(specs), method.output.of_job(skeleton.checkpoint, specs)
+    return replace(method, layout=layout, output=output, notes=(*method.notes, *notes)), specs
 
 
 def resolve(

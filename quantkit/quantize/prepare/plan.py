@@ -100,7 +100,7 @@ def job_memory(
         shapes, tokens=samples * seqlen, batch_tokens=min(execution.batch_size, samples) * seqlen
     )
     if not any(spec.grid for spec in specs):  # encoded tensor by tensor, after a forward pass at most
-        encode = ENCODING + method.output.encoding(skeleton.checkpoint, specs)
+        encode = ENCODING + method.output.encoding(skeleton.checkpoint)
         forward = forward_memory(shapes, execution.states == "disk") if method.needs else 0
         rest = (shapes.rest - shapes.by_rows) * shapes.element
         loss = loss_memory(shapes) and rest + loss_memory(shapes)
