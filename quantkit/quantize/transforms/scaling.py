@@ -84,28 +84,21 @@ class ColumnScaling:
 
     def apply(self, view: BlockView) -> Transformed:
         """Scale every site whose loss falls; sites without a foldable producer get a note."""
-        here = {site for site in view.statistics if site.linears and not view.is_away(site)}
-        result = Transformed({site: view.statistics[site] for site in view.statistics if site in here})
+        here = (site for site in view.statistics if site.linears and not view.is_away(site))
+        result = Transformed({site: view.statistics[site] for site in here})
         with in_float32(view, result.changed):
             with probing(view) as probe:
                 entering, folds = probe.run().inputs, find_folds(probe)
             later = Later(self, entering, {site for fold in folds for site in fold.sites})
-            columns = self._rewrite(view, here, later, folds, result)
+            columns = self._rewrite(view, later, folds, result)
         return replace(result, pending=frozenset(columns), expert=partial(later.expert, columns))
 
     def _rewrite(
-        self,
-        view: BlockView,
-        sites: Collection[Site],
-        later: Later,
-        folds: Sequence[Fold],
-        result: Transformed,
+        self, view: BlockView, later: Later, folds: Sequence[Fold], result: Transformed
     ) -> dict[str, Tensor]:
-        """Scale the folds whose loss falls, also inside experts in memory; note which of `sites` have no
-        fold. Returns the column scales of linears that are not in memory."""
-        here = replace(
-            view, statistics={site: view.statistics[site] for site in view.statistics if site in sites}
-        )
+        """Scale the folds whose loss falls, also inside experts in memory; note which sites of `result` have
+        no fold. Returns the column scales of linears that are not in memory."""
+        here = replace(view, statistics=dict(result.statistics))
         experts = list(expert_folds.views(here, later.entering, later.folded))
         inside = {site for expert in experts for site in expert.sites}
         self._leave(here, [site for site in here.statistics if site not in later.folded | inside], result)
@@ -208,7 +201,7 @@ class Later:
             for site, statistics in view.statistics.items():
                 if site.linears[0] in columns:
                     result.statistics[site] = statistics.divided(columns[site.linears[0]])
-            self.transform._rewrite(view, view.statistics, self, (), result)
+            self.transform._rewrite(view, self, (), result)
         return result
 
 
@@ -319,9 +312,3 @@ class Losses:
             if total > limit:
                 break
         return total
-
-
-def in_few_digits(scale: Tensor) -> Tensor:
-    """Return a scale `[in]` normalised to `max(s) min(s) = 1` and rounded to bfloat16, so that it does not
-    depend on the order of sums."""
-    return (scale / (scale.max() * scale.min()).sqrt()).bfloat16().float()

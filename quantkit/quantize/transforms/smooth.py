@@ -33,9 +33,9 @@ from quantkit.layouts import Statistic
 from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.solvers import Solver
 from quantkit.quantize.solvers.gptq import GptqSolver
-from quantkit.quantize.transforms.auto import FLOOR, SAMPLED_ROWS
+from quantkit.quantize.transforms.auto import FLOOR, SAMPLED_ROWS, in_few_digits
 from quantkit.quantize.transforms.fold import Producer
-from quantkit.quantize.transforms.scaling import ColumnScaling, Losses, Reader, in_few_digits
+from quantkit.quantize.transforms.scaling import ColumnScaling, Losses, Reader
 
 EXPONENTS = 0.5, 0.75, 1.0
 FLOORS = 0.3, 1.0  # share of the median channel that is added to each channel
