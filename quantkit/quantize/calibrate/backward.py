@@ -28,13 +28,13 @@ def through_head(final: Tensor, size: int, loss: Callable[[Tensor, slice], Tenso
     indices in `final` with batch and tokens flattened.
     """
     gradient, tokens = torch.empty_like(final), final.flatten(0, 1)
-    place = gradient.flatten(0, 1)
+    rows = gradient.flatten(0, 1)
     for start in range(0, len(tokens), size):
         span = slice(start, start + size)
         with torch.enable_grad():
-            part = tokens[span].detach().requires_grad_()
-            loss(part, span).backward()
-        place[span] = part.grad
+            hidden = tokens[span].detach().requires_grad_()
+            loss(hidden, span).backward()
+        rows[span] = hidden.grad
     return gradient
 
 

@@ -120,7 +120,7 @@ def _pass(
         progress.counting(STEPS, total - BACK * (index + 1 - first), total)
         run = partial(skeleton.trace_block, index, values={})
         sums = _back(run, block, entered.pop(index), states, chosen.get(index, ()))
-        stored = {name: _stored(name, own) for name, own in sums.items() if own.tokens}
+        stored = {name: _stored(name, gathered) for name, gathered in sums.items() if gathered.tokens}
         staged.save(index, stored, [])
     progress.counting(STEPS, total, total)
 

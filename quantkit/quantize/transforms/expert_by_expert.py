@@ -38,7 +38,7 @@ class ExpertByExpert:
         with self._listening():
             statistics = measuring.at_once([site for site in self._block.chosen if site not in alone])
         pools = statistics if self._away else {}
-        self._pools = {site.pool: own for site, own in pools.items() if not site.linears}
+        self._pools = {site.pool: shared for site, shared in pools.items() if not site.linears}
         counted = {site: SiteStatistics(tokens=self._tokens(site)) for site in alone}
         with measuring.timings("transform"):
             self.transformed = transform.apply(measuring.view(statistics | counted))
@@ -118,8 +118,8 @@ class ExpertByExpert:
         with measuring.timings("forward"):
             for inputs in self._inputs(site) if site.pool else ():
                 sums.add(inputs)
-        own = measuring.finished(site, sums)
-        return own.mixed(self._pools[site.pool], measuring.choice) if site.pool else own
+        statistics = measuring.finished(site, sums)
+        return statistics.mixed(self._pools[site.pool], measuring.choice) if site.pool else statistics
 
     def _inputs(self, site: Site) -> Iterator[Tensor]:
         """Yield the inputs of an expert's site, batch by batch."""

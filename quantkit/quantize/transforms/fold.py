@@ -262,10 +262,10 @@ class Following:
         if isinstance(response, Tensor):
             yield rows
         elif response is None and len(rows) > granule:
-            half = len(rows) // granule // 2 * granule or granule
-            for part in (rows[:half], rows[half:]):
-                if len(part):
-                    yield from self._proportional(part, granule)
+            middle = len(rows) // granule // 2 * granule or granule
+            for half in (rows[:middle], rows[middle:]):
+                if len(half):
+                    yield from self._proportional(half, granule)
 
     def _response(self, rows: Tensor):
         """Return which channels double if these rows double, bool `[in]`.

@@ -43,9 +43,9 @@ class Probe:
 
     def __init__(self, view: BlockView):
         self.block, self._run, self._expert = view.block, view.probe, view.expert
-        layers = {name: part for name, part in view.block.named_modules() if isinstance(part, Experts)}
+        layers = {name: module for name, module in view.block.named_modules() if isinstance(module, Experts)}
         self.layers = {} if view.expert else layers
-        device = next(part.device for part in view.block.parameters() if not part.is_meta)
+        device = next(tensor.device for tensor in view.block.parameters() if not tensor.is_meta)
         self.stand_ins = {f"{name}.entering": _stand_in(layer, device) for name, layer in self.layers.items()}
         self.readers: dict[str, list[Site]] = {}
         for site in view.sites:
@@ -53,7 +53,7 @@ class Probe:
                 self.readers.setdefault(view.shared(site).module, []).append(site)
         self.matrices: dict[str, list[str]] = {}
         for name, module in self.modules().items():
-            leaves = [leaf for leaf, part in module.named_parameters(recurse=False) if part.ndim > 1]
+            leaves = [leaf for leaf, matrix in module.named_parameters(recurse=False) if matrix.ndim > 1]
             if leaves and not isinstance(module, nn.Linear):
                 self.matrices[name] = leaves
 
@@ -61,9 +61,11 @@ class Probe:
         """Return the block's modules except those inside experts, or those of a view's expert."""
         inside = tuple(f"{name}." for name in self.layers)
         modules = (
-            (name, part) for name, part in self.block.named_modules() if f"{name}.".startswith(self._expert)
+            (name, module)
+            for name, module in self.block.named_modules()
+            if f"{name}.".startswith(self._expert)
         )
-        return {name: part for name, part in modules if not f"{name}.".startswith(inside)}
+        return {name: module for name, module in modules if not f"{name}.".startswith(inside)}
 
     def columns(self, place: str) -> list[str]:
         """Return the names of the weights that read at a place."""
@@ -151,13 +153,13 @@ def _computing(layer: Experts, linear: nn.Linear) -> Callable:
     """Return a forward for a layer whose experts all are `linear`, each times a different factor."""
 
     def forward(hidden: Tensor, *routing) -> Tensor:
-        found = linear(layer.entering(hidden))
+        output = linear(layer.entering(hidden))
         if isinstance(layer, SortedExperts):
             expert = torch.arange(layer.count).repeat_interleave(len(hidden) // layer.count)
         else:
             index, weights = routing
-            return found * (weights * (1 + index / layer.count)).sum(-1, keepdim=True)
-        return found * (1 + expert.to(found.device) / layer.count)[:, None]
+            return output * (weights * (1 + index / layer.count)).sum(-1, keepdim=True)
+        return output * (1 + expert.to(output.device) / layer.count)[:, None]
 
     return forward
 
@@ -190,18 +192,18 @@ def in_float32(view: BlockView, changed: set[str], modules: Sequence[str] = ("",
     """Hold the parameters of the block, or of some of its modules, in float32 inside the context. Afterwards
     `changed` parameters are rounded as they will be stored; weights to be quantized stay in float32 and are
     removed from `changed`."""
-    found = {name: view.block.get_submodule(name) for name in modules}
+    chosen = {name: view.block.get_submodule(name) for name in modules}
     dtypes = {
         f"{name}.{leaf}" if name else leaf: parameter.dtype
-        for name, module in found.items()
+        for name, module in chosen.items()
         for leaf, parameter in module.named_parameters()
     }
-    buffers = [(part, dict(part._buffers)) for module in found.values() for part in module.modules()]
-    for module in found.values():
+    buffers = [(inner, dict(inner._buffers)) for module in chosen.values() for inner in module.modules()]
+    for module in chosen.values():
         module.float()
     yield
-    for part, before in buffers:  # no transform changes these
-        part._buffers.update(before)
+    for inner, before in buffers:  # no transform changes these
+        inner._buffers.update(before)
     quantized = {f"{name}.weight" for name, grid in view.grids.items() if grid}
     changed -= quantized
     for name in dtypes.keys() - quantized:

@@ -214,9 +214,9 @@ def _readers(view: BlockView, site: Site) -> list[Reader]:
     hessian, readers = view.statistics[site].hessian, []
     for name in _quantized(view, site):
         weight = view.block.get_submodule(name).weight
-        part = weight[measured(len(weight))]
-        share = part.new_full((len(part),), len(weight) / len(part))
-        readers.append(Reader(part, view.grids[name].plain(), hessian, share))
+        sample = weight[measured(len(weight))]
+        share = sample.new_full((len(sample),), len(weight) / len(sample))
+        readers.append(Reader(sample, view.grids[name].plain(), hessian, share))
     return readers
 
 
