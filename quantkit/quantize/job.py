@@ -161,7 +161,7 @@ def prepare(
             source_sha256.result()
         fingerprint = _fingerprint(request, source_sha256, calibrated, job_plan, skeleton.is_mixture)
         check_equal(fingerprint)
-    batches = plan.own_batches(tokens, batch_size) if method.needs else [tokens]
+    batches = list(distributed.share(tokens.split(batch_size))) if method.needs else [tokens]
     held_back = None
     if loss_size and not dry_run:
         held_back = _held_back(checkpoint, calibrated, loss_size, request.run.loss_tokens, progress)
