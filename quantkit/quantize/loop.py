@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from quantkit.models.machine.device import give_back
 from quantkit.models.machine.memory import keep_freed_pages, map_large_blocks, mapped
 from quantkit.quantize.calibrate import cache_peaks, curvature, original_every, schedule, walk
 from quantkit.quantize.calibrate.curvature import Curvatures
+from quantkit.quantize.calibrate.importance import of_head
 from quantkit.quantize.calibrate.measure import Measuring
 from quantkit.quantize.calibrate.original import Original
 from quantkit.quantize.calibrate.schedule import Visit
@@ -103,9 +105,8 @@ class Loop:
             self.originals = self._entering(self._sample()) if Statistic.DRIFT in self.method.needs else None
         self.curvatures = self._curvatures() if Statistic.CURVATURE in self.method.needs else None
         with self.timings("load"):
-            self.method.output.install_rest(
-                job.material, self.method.solver, job.batches, progress, self.place
-            )
+            measure_head = partial(of_head, self.skeleton, job.batches, self.place)
+            self.method.output.install_rest(job.material, self.method.solver, measure_head, progress)
         self.states = self._entering(range(len(job.batches)))
 
     def _entering(self, numbers: Iterable[int]) -> States:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.files.checkpoint import Checkpoint
@@ -16,9 +14,11 @@ from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.linears import kept_parameters
 from quantkit.models.skeleton.names import CopiedModule, copied_modules
+from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.staging.folder import Staging
 
-Batches = Sequence[Tensor]  # token ids, `[batch, tokens]` each
+# Measures the inputs of the head, in one pass of the calibration text through the unquantized blocks.
+MeasureHead = Callable[[], SiteStatistics]
 
 
 @dataclass(frozen=True)

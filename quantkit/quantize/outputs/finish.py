@@ -21,7 +21,7 @@ from quantkit.models.machine.device import fallbacks
 from quantkit.models.machine.expert_share import expert_of
 from quantkit.models.machine.memory import mapped, return_freed_pages
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.calibrate import walk
+from quantkit.quantize.calibrate import importance, walk
 from quantkit.quantize.calibrate.states import HERE, Place
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import Draft, ExpertTokens, Loss, Summary, loss
@@ -215,8 +215,6 @@ def summarize(
 def importance_of(jobs: Sequence[Job], timings: Timings, progress: Progress) -> Imatrix | None:
     """Return the importance of input columns for outputs without a solver: the given matrix, or one measured
     on calibration text."""
-    from quantkit.quantize.calibrate import importance  # other jobs do without its libraries
-
     job = next((job for job in jobs if job.method.output.gathers), jobs[0])
     output = job.method.output
     if not output.gathers:

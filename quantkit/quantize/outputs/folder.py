@@ -23,8 +23,7 @@ from quantkit.models.files.reading import Computed, stacked
 from quantkit.models.files.safetensors_folder import TensorInfo, read_json
 from quantkit.models.machine.device import machine_of
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.calibrate.states import Place
-from quantkit.quantize.outputs import Batches, Draft, Material, Planned, Sizes, Summary, outside
+from quantkit.quantize.outputs import Draft, Material, MeasureHead, Planned, Sizes, Summary, outside
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
 from quantkit.tables import megabytes
@@ -94,14 +93,14 @@ class Output:
         return {module.name: module.nbytes for module in material.outside}
 
     def install_rest(
-        self, material: Material, solver: Solver, batches: Batches, progress: Progress, place: Place
+        self, material: Material, solver: Solver, measure_head: MeasureHead, progress: Progress
     ) -> None:
-        """Install tensors outside the blocks as the output stores them, before the first block runs. place:
-        where hidden states are kept. A folder stores all but the embedding unchanged."""
+        """Install tensors outside the blocks as the output stores them, before the first block runs. A folder
+        stores all but the embedding unchanged."""
         if copied := self.copied(material):
             progress.phase(f"copying byte for byte: {name_all(copied)}")
         for row in (row for row in material.specs if row.embedding):
-            outside.install_embedding(row, material, solver, batches, progress, place)
+            outside.install_embedding(row, material, solver, measure_head, progress)
 
     def write(self, drafts: Sequence[Draft], imatrix: Imatrix | None, progress: Progress) -> None:
         """Write the output with its manifest, except for what `describe` adds. Folders are written one at a

@@ -36,9 +36,7 @@ from quantkit.models.gguf.mixtures import EMBEDDING, OUTPUT, scale_of, stays_flo
 from quantkit.models.gguf.tensors import Target
 from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.calibrate.importance import of_head
-from quantkit.quantize.calibrate.states import Place
-from quantkit.quantize.outputs import Batches, Draft, Material, Planned, Sizes, Summary
+from quantkit.quantize.outputs import Draft, Material, MeasureHead, Planned, Sizes, Summary
 from quantkit.quantize.outputs.folder import Output, model_card
 from quantkit.quantize.outputs.outside import replace_parameter, solved_rows
 from quantkit.quantize.progress import Progress
@@ -157,7 +155,7 @@ class GgufOutput(Output):
         return {}
 
     def install_rest(
-        self, material: Material, solver: Solver, batches: Batches, progress: Progress, place: Place
+        self, material: Material, solver: Solver, measure_head: MeasureHead, progress: Progress
     ) -> None:
         """Encode embedding and head before the first block, so that all blocks run with the encoded ones."""
         skeleton, checkpoint, staged = material.skeleton, material.checkpoint, material.staging
@@ -169,7 +167,7 @@ class GgufOutput(Output):
             head = rest[[t.name for t in rest].index(OUTPUT if OUTPUT in blobs else EMBEDDING)]
             if types[head.name] in TYPES:
                 progress.phase("measuring inputs of the output matrix")
-                statistics = of_head(skeleton, batches, place)
+                statistics = measure_head()
                 weight, tied, grid = head.read(checkpoint), head.name == EMBEDDING, named(types[head.name])
                 layout = material.layout
                 solved, fallback = solved_rows(weight, grid, layout, material, solver, statistics, tied)

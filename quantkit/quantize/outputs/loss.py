@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from quantkit.layouts import Statistic
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import divergence, walk
+from quantkit.quantize.calibrate.importance import of_head
 from quantkit.quantize.calibrate.states import HERE
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import Loss
@@ -85,7 +87,8 @@ def _install_rest(job: Job, skeleton: Skeleton) -> None:
     """Install the output's embedding and head, if they are quantized, in another skeleton of the source."""
     if _quantizes_rest(job):
         material = replace(job.material, skeleton=skeleton)
-        job.method.output.install_rest(material, job.method.solver, job.batches, SILENT, HERE)
+        measure_head = partial(of_head, skeleton, job.batches, HERE)
+        job.method.output.install_rest(material, job.method.solver, measure_head, SILENT)
 
 
 def of_output(expected: Expected, skeleton: Skeleton, hidden: Tensor) -> Loss | None:
