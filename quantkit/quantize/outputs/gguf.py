@@ -186,8 +186,12 @@ class GgufOutput(Output):
         """Write the files of one model in one pass over the source. Staged tensors require a single file."""
         material = drafts[0].material
         importance = imatrix.values() if imatrix else {}
-        staged, source = self._staged(material), self._changed(material)
-        staged_scales = self._staged(material, "ggml_scale")
+        tensors, rest = material.staging.tensors(), material.staging.rest()
+        staged, staged_scales = (_of_weights(tensors, part) for part in (".ggml", ".ggml_scale"))
+        staged |= {target.stored[0]: rest[target.name] for target in self.targets if target.name in rest}
+        # such as scaled norms, which the job changed but did not encode
+        changed = {name: info for name, info in tensors.items() if name in material.checkpoint.names}
+        source = material.checkpoint.with_changed(changed)
         with ExitStack() as stack:
             writers = []
             for draft in drafts:
@@ -266,12 +270,6 @@ class GgufOutput(Output):
             LOSS: " " * LOSS_ROOM,
         }
 
-    def _changed(self, material: Material) -> Checkpoint:
-        """Return the source with tensors that the job changed but did not encode, such as scaled norms."""
-        source = material.checkpoint
-        infos = {name: info for name, info in material.staging.tensors().items() if name in source.names}
-        return source.with_changed(infos) if infos else source
-
     def _entries(self) -> list[Entry]:
         """Return all tensors of the file in the order of writing."""
         entries = []
@@ -281,15 +279,11 @@ class GgufOutput(Output):
                 entries.append(Entry(scale[0], "F32", scale[1]))
         return entries
 
-    def _staged(self, material: Material, part_name: str = "ggml") -> dict[str, TensorInfo]:
-        """Return file and offset of staged tensors, by stored name. part_name: `ggml` or `ggml_scale`."""
-        rest = material.staging.rest()
-        infos = {target.stored[0]: rest[target.name] for target in self.targets if target.name in rest}
-        for name, info in material.staging.tensors().items():
-            linear, _, part = name.rpartition(".")
-            if part == part_name:
-                infos[f"{linear}.weight"] = info
-        return infos
+
+def _of_weights(tensors: Mapping[str, TensorInfo], part: str) -> dict[str, TensorInfo]:
+    """Return one kind of staged tensors, by the stored name of the linear's weight."""
+    infos = ((name.removesuffix(part), info) for name, info in tensors.items() if name.endswith(part))
+    return {f"{linear}.weight": info for linear, info in infos}
 
 
 def _staged_rows(staged: Staging, name: str) -> Callable[[tuple[slice]], Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -58,19 +58,25 @@ def resolve(
     """Return every linear of every block with its grid, from shapes alone: no weights are loaded.
 
     make_grid: see BuiltMethod. exclude: patterns of linears that stay in 16 bit; they win over `override`, of
-    which the first match counts. Routers stay in 16 bit, and so do small linears that grid or layout cannot
-    hold, and with `open_groups` (no group size was typed) all that do not split into groups. Raises
-    QuantkitError naming every other linear that does not fit, and every pattern that is malformed or matches
-    nothing.
+    which the first match counts. Routers stay in 16 bit, and so do, unless an override names them, small
+    linears that grid or layout cannot hold, such as the step sizes of a state-space model, and with
+    `open_groups` (no group size was typed) all that do not split into groups. Raises QuantkitError naming
+    every other linear that does not fit, and every pattern that is malformed or matches nothing.
     """
     if reason := layout.check_model(skeleton.checkpoint.text_config.model_type):
         raise QuantkitError(reason, "or choose another method", UNSUPPORTED)
-    specs, named = [], set()
-    for spec, other in _selected(skeleton, exclude, override):
-        grid = None if spec.kept else make_grid(spec.name, spec.in_features, other)
-        specs.append(replace(spec, grid=grid))
-        named |= {spec.name} if other else set()
-    specs = _without_unfit(skeleton, specs, named, layout, open_groups)
+    selected, specs = _selected(skeleton, exclude, override), []
+    small = _small(skeleton, [spec for spec, _ in selected])
+    for spec, other in selected:
+        grid, kept = None if spec.kept else make_grid(spec.name, spec.in_features, other), spec.kept
+        spec = replace(spec, grid=grid)
+        reason = _unfit(spec, layout) if grid and not other else None
+        if reason and spec.name in small:
+            kept = f"small; {reason}"
+        elif reason and open_groups and spec.in_features % grid.group_size:
+            size = grid.group_size if spec.in_features % GROUP_SIZES[-1] == 0 else GROUP_SIZES[-1]
+            kept = f"{size}{UNDIVIDED.format(spec.in_features)}"
+        specs.append(replace(spec, grid=None, kept=kept) if kept else spec)
     _refuse_unfit([spec for spec in specs if spec.grid is not None], layout)
     return specs
 
@@ -139,23 +145,6 @@ def _embedding(skeleton: Skeleton, method: BuiltMethod, bits: int) -> LinearSpec
     spec = replace(spec, grid=method.make_grid(spec.name, spec.in_features, override))
     _refuse_unfit([spec], method.layout)
     return spec
-
-
-def _without_unfit(
-    skeleton: Skeleton, specs: Sequence[LinearSpec], named: Collection[str], layout: Layout, open_groups: bool
-) -> list[LinearSpec]:
-    """Keep linears in 16 bit, unless an override names them: small ones that grid or layout cannot hold, such
-    as the step sizes of a state-space model, and with `open_groups` all that do not split into groups."""
-    checked, small = [], _small(skeleton, specs)
-    for spec in specs:
-        reason = _unfit(spec, layout) if spec.grid and spec.name not in named else None
-        if reason and spec.name in small:
-            spec = replace(spec, grid=None, kept=f"small; {reason}")
-        elif reason and open_groups and spec.in_features % spec.grid.group_size:
-            size = spec.grid.group_size if spec.in_features % GROUP_SIZES[-1] == 0 else GROUP_SIZES[-1]
-            spec = replace(spec, grid=None, kept=f"{size}{UNDIVIDED.format(spec.in_features)}")
-        checked.append(spec)
-    return checked
 
 
 def _small(skeleton: Skeleton, specs: Sequence[LinearSpec]) -> set[str]:
