@@ -86,7 +86,7 @@ def of_head(skeleton: Skeleton, batches: Sequence[Tensor], place: Place | None =
     """
     states = walk.through(skeleton, batches, decoded=True, place=place)
     head = skeleton.model.get_output_embeddings()
-    sums = capture.Statistics(head.in_features, skeleton.device)
+    sums = capture.SiteSums(head.in_features, skeleton.device)
     for hidden in states:
         for inputs in repeated(head, lambda k, hidden=hidden: skeleton.logits(hidden[k]), len(hidden)):
             sums.add(inputs)

@@ -15,7 +15,7 @@ from quantkit.models.machine import distributed
 from quantkit.models.machine.memory import MAPPED_BYTES, return_freed_pages
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import capture
-from quantkit.quantize.calibrate.capture import Statistics
+from quantkit.quantize.calibrate.capture import SiteSums
 from quantkit.quantize.calibrate.execution import Execution
 from quantkit.quantize.calibrate.original import Original
 from quantkit.quantize.calibrate.sites import Block, Site
@@ -102,13 +102,13 @@ class Measuring:
 
     def summed(self, site: Site, inputs: Iterable[Tensor]) -> SiteStatistics:
         """Return a site's statistics from all batches of its inputs."""
-        sums = Statistics(site.in_features, self.skeleton.device, self.needs)
+        sums = SiteSums(site.in_features, self.skeleton.device, self.needs)
         for k, batch in enumerate(self.timings.waiting("forward", inputs)):
             with self.timings("hessian", wait=False):
                 sums.add(batch, self.original.counterpart(site, k) if self.original else None)
         return self.finished(site, sums)
 
-    def finished(self, site: Site, sums: Statistics) -> SiteStatistics:
+    def finished(self, site: Site, sums: SiteSums) -> SiteStatistics:
         """Return a site's statistics from `sums`. Raises QuantkitError if activations are not finite."""
         with self.timings("hessian"):
             statistics = sums.finish()
