@@ -97,7 +97,7 @@ def convert(source: str, to: str, output: Path | None, overwrite: bool, progress
                 stored_manifest = untrusted.parse((checkpoint.manifest() or "{}").encode())
                 manifest = {"schema": "quantkit.manifest/1"} | stored_manifest | {"converted": {"to": to}}
                 with staging.assemble() as path:
-                    written.write([Draft(written, material, path, manifest)], None, progress)
+                    written.write([Draft(written, material, manifest)], None, progress)
                 _compare(material, written, open_checkpoint(str(path)), progress)
                 _describe(material, to, path)
                 staging.publish()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from quantkit.layouts import Layout, LinearSpec
@@ -171,9 +170,8 @@ class Planned(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """An output in progress at `place` in the staging folder. output: a folder's or a GGUF file's Output."""
+    """An output in progress in its staging folder. output: a folder's or a GGUF file's Output."""
 
     output: Any
     material: Material
-    place: Path
     manifest: dict

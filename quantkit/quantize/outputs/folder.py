@@ -106,31 +106,31 @@ class Output:
         """Write the output with its manifest, except for what `describe` adds. Folders are written one at a
         time, several GGUF files in one pass over the source."""
         (draft,) = drafts
-        material, place = draft.material, draft.place
-        place.mkdir()
+        material, path = draft.material, draft.material.staging.assembled
+        path.mkdir()
         checkpoint = material.checkpoint
         infos = {name: checkpoint.plain(info) for name, info in material.untouched().items()}
         infos = _as_stored(checkpoint, infos | material.staging.tensors())
         infos = stacked(infos, material.layout.stacks(infos))
-        safetensors_folder.write_folder(place, infos.values(), material.shard_bytes, checkpoint.data)
-        checkpoint.write_companions(place)
+        safetensors_folder.write_folder(path, infos.values(), material.shard_bytes, checkpoint.data)
+        checkpoint.write_companions(path)
         config = material.layout.configured(checkpoint.raw_config, material.config)
-        write_json(place / "config.json", config)
+        write_json(path / "config.json", config)
         for name, content in material.files.items():
-            write_json(place / name, content)
+            write_json(path / name, content)
         copied = self.copied(material)
-        written = {"files": checksums.of_folder(place)}
-        write_json(place / MANIFEST, draft.manifest | written | ({"copied": copied} if copied else {}))
+        written = {"files": checksums.of_folder(path)}
+        write_json(path / MANIFEST, draft.manifest | written | ({"copied": copied} if copied else {}))
 
     def describe(self, draft: Draft, summary: Summary) -> None:
         """Add the loss, timings (they vary between equal jobs) and the card. Called after verification."""
-        manifest = read_json(draft.place / MANIFEST) | {"loss": summary.loss and asdict(summary.loss)}
-        write_json(draft.place / MANIFEST, manifest)
+        path = draft.material.staging.assembled
+        manifest = read_json(path / MANIFEST) | {"loss": summary.loss and asdict(summary.loss)}
+        write_json(path / MANIFEST, manifest)
         record = {"seconds": summary.seconds, "steps_down": summary.steps_down}
         record["machine"] = machine_of(draft.material.skeleton.device)
-        (draft.place / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")
-        made = model_card(draft.place, draft.material, draft.manifest, summary)
-        card.write(draft.place / card.CARD, *made)
+        (path / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")
+        card.write(path / card.CARD, *model_card(path, draft.material, draft.manifest, summary))
 
 
 def _copied(checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[TensorInfo]:
@@ -161,14 +161,14 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def model_card(
-    place: Path, material: Material, manifest: dict, summary: Summary
+    path: Path, material: Material, manifest: dict, summary: Summary
 ) -> tuple[dict[str, Any], str]:
-    """Return head and text (from card.md.jinja) of the model card for the hub. place: what was written."""
+    """Return head and text (from card.md.jinja) of the model card for the hub. path: of the output."""
     from jinja2 import StrictUndefined, Template
 
     checkpoint, name = material.checkpoint, Path(summary.output).name
-    base, loaded_by = card.base_of(summary.source, checkpoint.folder), describe(open_contents(str(place)))
-    layout = "gguf" if place.is_file() else material.config["quant_method"]
+    base, loaded_by = card.base_of(summary.source, checkpoint.folder), describe(open_contents(str(path)))
+    layout = "gguf" if path.is_file() else material.config["quant_method"]
     text = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
     made = Template(text, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined).render(
         source=base or Path(summary.source).name,
@@ -178,7 +178,7 @@ def model_card(
         job=manifest["job"],
         recipe=recipe_of(manifest),
         load=clients.how_to_load(loaded_by["clients"], name),
-        manifest="The metadata" if place.is_file() else f"`{MANIFEST}`",
+        manifest="The metadata" if path.is_file() else f"`{MANIFEST}`",
         measured="output" if material.output_errors else "weight",
         version=__version__,
         count=count,

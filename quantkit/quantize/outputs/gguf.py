@@ -198,7 +198,9 @@ class GgufOutput(Output):
                 shards = in_shards(draft.output._entries(), draft.material.shard_bytes)
                 metadata = draft.output._metadata(draft.manifest, imatrix)
                 sums = {checksums.IN_SHARD if len(shards) > 1 else checksums.IN_FILE: checksums.BLANK}
-                writers.append(stack.enter_context(in_files(draft.place, metadata, shards, sums)))
+                writers.append(
+                    stack.enter_context(in_files(draft.material.staging.assembled, metadata, shards, sums))
+                )
             for position, target in enumerate(self.targets):
                 progress.counting("writing tensors", position, len(self.targets))
                 types = [draft.output.types[target.name] for draft in drafts]
@@ -220,16 +222,16 @@ class GgufOutput(Output):
                         write(scale[0], [np.array(file_scales, np.float32)])
             progress.counting("writing tensors", len(self.targets), len(self.targets))
         for draft in drafts:
-            for path in gguf_shards.existing(draft.place):
+            for path in gguf_shards.existing(draft.material.staging.assembled):
                 gguf_writer.seal(path)
 
     def describe(self, draft: Draft, summary: Summary) -> None:
         """Add the loss, and write the model card next to the file, unless a card that quantkit did not write
         is there."""
-        place = gguf_shards.first(draft.place)
+        path = gguf_shards.first(draft.material.staging.assembled)
         if summary.loss:
-            gguf_writer.fill(place, LOSS, json.dumps(asdict(summary.loss), ensure_ascii=False))
-        made = model_card(place, draft.material, draft.manifest, summary)
+            gguf_writer.fill(path, LOSS, json.dumps(asdict(summary.loss), ensure_ascii=False))
+        made = model_card(path, draft.material, draft.manifest, summary)
         card.write_own(card.path_of(Path(summary.output)), *made)
 
     def _encoded(

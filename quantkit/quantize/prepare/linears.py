@@ -66,12 +66,12 @@ def resolve(
     if reason := layout.check_model(skeleton.checkpoint.text_config.model_type):
         raise QuantkitError(reason, "or choose another method", UNSUPPORTED)
     selected, specs = _selected(skeleton, exclude, override), []
-    small = _small(skeleton, [spec for spec, _ in selected])
+    weights = [sum(parameter.numel() for parameter in block.parameters()) for block in skeleton.blocks]
     for spec, other in selected:
         grid, kept = None if spec.kept else make_grid(spec.name, spec.in_features, other), spec.kept
         spec = replace(spec, grid=grid)
         reason = _unfit(spec, layout) if grid and not other else None
-        if reason and spec.name in small:
+        if reason and spec.weights < SMALL * weights[spec.block]:
             kept = f"small; {reason}"
         elif reason and open_groups and spec.in_features % grid.group_size:
             size = grid.group_size if spec.in_features % GROUP_SIZES[-1] == 0 else GROUP_SIZES[-1]
@@ -145,12 +145,6 @@ def _embedding(skeleton: Skeleton, method: BuiltMethod, bits: int) -> LinearSpec
     spec = replace(spec, grid=method.make_grid(spec.name, spec.in_features, override))
     _refuse_unfit([spec], method.layout)
     return spec
-
-
-def _small(skeleton: Skeleton, specs: Sequence[LinearSpec]) -> set[str]:
-    """Return the names of linears with a small share of their block's parameters."""
-    weights = [sum(parameter.numel() for parameter in block.parameters()) for block in skeleton.blocks]
-    return {spec.name for spec in specs if spec.weights < SMALL * weights[spec.block]}
 
 
 def _unfit(spec: LinearSpec, layout: Layout) -> str | None:
