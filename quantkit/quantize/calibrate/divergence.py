@@ -58,12 +58,10 @@ def nll(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def kl(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return the KL divergence of each prediction in nats, `[...]` in float32, from logits
-    `[..., vocabulary]`."""
+    """Return the KL divergence in nats, `[...]` in float32, from logits `[..., vocabulary]`."""
     return of_log_probs(*(torch.log_softmax(side.float() / temperature, -1) for side in (teacher, student)))
 
 
 def of_log_probs(teacher: Tensor, student: Tensor) -> Tensor:
-    """Return the KL divergence `[...]` of each prediction in nats, from log-probabilities
-    `[..., vocabulary]`."""
+    """Return the KL divergence in nats, `[...]`, from log-probabilities `[..., vocabulary]`."""
     return (teacher - student).mul_(teacher.exp()).sum(-1)

@@ -139,8 +139,7 @@ def repeated(
     each: Each = lambda run, count: map(run, range(count)),
     whole: bool = False,
 ) -> Iterator[Tensor]:
-    """Yield the inputs of a linear, batch by batch and call by call. Each forward pass stops there, or runs
-    to its end if `whole`."""
+    """Yield a linear's inputs by batch and call. A forward pass stops there, or, if `whole`, goes on."""
     seen: list[Tensor] = []
 
     def stop(module: nn.Module, args: tuple) -> None:

@@ -60,8 +60,7 @@ class Original:
         self._hooks, self._heard = ExitStack(), []
 
     def run(self, k: int, most: int | None = None) -> Tensor:
-        """Return the block's present output for batch k of the quantized model. most: only its first
-        sequences."""
+        """Return the block's output for batch k of the quantized model. most: its first sequences alone."""
         writers = [self._block.get_submodule(name) for name in self._ours]
         if writers != self._heard:  # the first time, or since a layout's own module replaced a linear
             self._hooks.close()
@@ -97,8 +96,7 @@ class Original:
         self._scales.update(scales)
 
     def _hidden(self, name: str, k: int) -> tuple[Tensor, Tensor]:
-        """Return the hidden states that a writer adds to, original minus quantized, and the original's root
-        mean squares."""
+        """Return the hidden states that a writer adds to, original minus quantized, and the RMS there."""
         hidden = self._original[self._at[k]].float()
         ours = self._states[k].float()
         take = dict.pop if name == self.writers[-1] else dict.__getitem__  # the last to ask

@@ -36,8 +36,7 @@ class Replay:
             run(hidden)
 
     def nudged(self, nudge: Tensor, silent: Sequence[str], writer: str) -> Tensor:
-        """Return the block's output if `nudge` is added to the output of `writer`. Modules `silent` return
-        zeros."""
+        """Return the block's output if `writer` returns `nudge` more, and modules `silent` return zeros."""
 
         def add(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
             return output + nudge.reshape(output.shape) if output.numel() == nudge.numel() else output

@@ -48,8 +48,7 @@ class AffineMethod(Method):
         return self._width(self.options.bits, self.options.group_size, in_features)
 
     def overridden(self, in_features: int, override: Override) -> Width:
-        """Return the override's bits, and its group size or else the method's. Raises QuantkitError if no
-        layout has them."""
+        """Return the override's bits and group size; QuantkitError if no layout has them."""
         size = self.options.group_size if override.group_size is None else override.group_size
         check_grid(override.bits, size, override.flag)
         return self._width(override.bits, size, in_features)

@@ -178,8 +178,7 @@ def of_finished(job: Job) -> Summary:
 def summarize(
     job: Job, timings: Timings, measured: Loss | None, records: Sequence[dict] | None = None
 ) -> Summary:
-    """Return the report of a job whose output is verified. measured: its loss. records: of its linears, if
-    none is staged."""
+    """Return the report of a verified job. measured: its loss. records: of linears that are not staged."""
     records = job.staging.records() if records is None else records
 
     def recorded(key: str) -> dict[str, Any]:
@@ -214,8 +213,7 @@ def summarize(
 
 
 def importance_of(jobs: Sequence[Job], timings: Timings, progress: Progress) -> Imatrix | None:
-    """Return the importance of input columns for outputs without a solver: the given matrix, or one measured
-    on calibration text."""
+    """Return the importance of columns for outputs without a solver: as given, or as measured on text."""
     job = next((job for job in jobs if job.method.output.gathers), jobs[0])
     output = job.method.output
     if not output.gathers:

@@ -76,7 +76,7 @@ class Output:
         """Return the number of parameters in the output."""
         return skeleton.parameters
 
-    def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
+    def planned(self, specs: Sequence[LinearSpec]) -> list[Planned]:
         """Return every linear of the blocks with its format, by the checkpoint's names."""
         return [
             Planned(
@@ -141,8 +141,7 @@ def _copied(checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[TensorI
 
 
 def _as_stored(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors; experts that the source stacks and that did not change become the stacked tensor
-    again."""
+    """Return the tensors; unchanged experts that the source stacks become its stacked tensor again."""
     layers: dict[str, list[str]] = {}
     for name, info in checkpoint.infos.items():
         if isinstance(info, Computed) and info.whole:

@@ -140,7 +140,7 @@ class GgufOutput(Output):
         written = {name for target in self.targets for name in target.parameters}
         return sum(math.prod(shape) for name, shape in skeleton.names.shapes.items() if name in written)
 
-    def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
+    def planned(self, specs: Sequence[LinearSpec]) -> list[Planned]:
         """Return every matrix with its type, by its name in the file."""
         matrices = []
         for target in self.targets:
@@ -226,8 +226,7 @@ class GgufOutput(Output):
                 gguf_writer.seal(path)
 
     def describe(self, draft: Draft, summary: Summary) -> None:
-        """Add the loss, and write the model card next to the file, unless a card that quantkit did not write
-        is there."""
+        """Add the loss, and write the model card next to the file, but not over a card of another writer."""
         path = gguf_shards.first(draft.material.staging.assembled)
         if summary.loss:
             gguf_writer.fill(path, LOSS, json.dumps(asdict(summary.loss), ensure_ascii=False))
@@ -289,8 +288,7 @@ def _of_weights(tensors: Mapping[str, TensorInfo], part: str) -> dict[str, Tenso
 
 
 def _staged_rows(staged: Staging, name: str) -> Callable[[tuple[slice]], Tensor]:
-    """Return a function that returns the bytes of some rows. Only rank 0 can read what is staged: several
-    ranks keep all rows in memory."""
+    """Return a function to the bytes of some rows. Several ranks keep all: only rank 0 reads staged files."""
     if distributed.count() == 1:
         return partial(reading.tensor, staged.rest()[name])
     return distributed.broadcast(lambda: reading.tensor(staged.rest()[name])).__getitem__

@@ -82,8 +82,7 @@ def resolve(
 
 
 def settled(request: Request, checkpoint: Checkpoint | None = None) -> Request:
-    """Return the request with the group size for its model, if the user left it open. The output's name and
-    the job's identity contain it."""
+    """Return the request with the group size for its model, which its output's name and identity contain."""
     if not request.method.has_open_groups:
         return request
     skeleton = Skeleton(checkpoint or request.open(), torch.float32, torch.device("cpu"))
@@ -94,8 +93,7 @@ def settled(request: Request, checkpoint: Checkpoint | None = None) -> Request:
 
 
 def fitted(skeleton: Skeleton, method: Method, exclude: Sequence[str], override: Sequence[str]) -> Method:
-    """Return a method with the group size for this model (`Method.with_groups`). Linears with a group size of
-    their own do not count."""
+    """Return a method with the group size for this model, not counting linears with a size of their own."""
     selected = _selected(skeleton, exclude, override)
     specs = [spec for spec, other in selected if not (other and other.group_size)]
     specs += [embedding_of(skeleton)] if method.options.embedding else []

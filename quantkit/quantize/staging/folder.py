@@ -178,8 +178,7 @@ class Staging(StagedBlocks):
         return path
 
     def write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
-        """Start to stage a block's remaining tensors and record. `wait` waits for the end, and raises
-        errors."""
+        """Start to stage a block's remaining tensors and record. `wait` raises errors."""
         if self.follows:
             self._writing = self._writer.submit(self._own.forget, index)
         else:

@@ -96,8 +96,7 @@ def candidate(readers: Sequence[FedReader], b: float, a: float) -> Tensor:
 
 
 def in_few_digits(scale: Tensor) -> Tensor:
-    """Return a scale `[in]` normalised to `max(s) min(s) = 1` and rounded to bfloat16, so that it does not
-    depend on the order of sums."""
+    """Return a scale with `max(s) min(s) = 1` in bfloat16, so that the order of sums does not matter."""
     return (scale / (scale.max() * scale.min()).sqrt()).bfloat16().float()
 
 

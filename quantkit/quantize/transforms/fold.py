@@ -130,8 +130,7 @@ def guesses(probe: Probe, place: str, before: Observation) -> Iterator[Producer]
 
 
 def prove(probe: Probe, producer: Producer, before: Observation) -> Fold | None:
-    """Return the fold of a producer, tried with random scales; None if the readers cannot compensate for the
-    scales."""
+    """Return a producer's fold, tried with random scales; None if the readers cannot compensate for them."""
     generator = torch.Generator().manual_seed(len(producer.rows))
     exponents = torch.randint(-1, 2, (int(producer.rows.max()) + 1,), generator=generator)
     scale = torch.exp2(exponents.to(producer.rows.device).float())[producer.rows]
