@@ -168,8 +168,8 @@ def model_card(
     checkpoint, name = material.checkpoint, Path(summary.output).name
     base, loaded_by = card.base_of(summary.source, checkpoint.folder), describe(open_contents(str(path)))
     layout = "gguf" if path.is_file() else material.config["quant_method"]
-    text = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
-    made = Template(text, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined).render(
+    template = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
+    text = Template(template, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined).render(
         source=base or Path(summary.source).name,
         name=name,
         files=gguf_shards.of(Path(name)),
@@ -183,21 +183,21 @@ def model_card(
         count=count,
         megabytes=megabytes,
     )
-    return card.head(base, layout, checkpoint.folder), made
+    return card.head(base, layout, checkpoint.folder), text
 
 
 def recipe_of(manifest: dict) -> str:
     """Return the job as a recipe for `quantkit run`."""
     import yaml
 
-    job, made = manifest["job"], manifest["job"]["calibration"]
+    job, calibration = manifest["job"], manifest["job"]["calibration"]
     recipe = {
         "method": manifest["method"],
         "quant": {key: value for key, value in job["options"].items() if key != "like"},  # the hash of a file
         "run": {key: job[key] for key in ("exclude", "override") if job[key]},
     }
-    if made:
+    if calibration:
         names = ("samples", "seqlen", "seed")
-        text = {} if made["source"] == "shipped" else {"calibration": made["source"]}
-        recipe["calibration"] = text | {key: made[key] for key in names}
+        text = {} if calibration["source"] == "shipped" else {"calibration": calibration["source"]}
+        recipe["calibration"] = text | {key: calibration[key] for key in names}
     return yaml.safe_dump({key: value for key, value in recipe.items() if value}, sort_keys=False)

@@ -73,7 +73,7 @@ class ColumnScaling:
     def losses(self, readers: Sequence[Reader]) -> Losses:
         """Return the losses of these readers, computed on an even sample of their rows."""
         step = math.ceil(sum(len(reader.weight) for reader in readers) / self.rows) if self.rows else 1
-        return Losses([self.reader(reader.every(step)) for reader in readers])
+        return Losses([self.reader(reader.rows(slice(None, None, step))) for reader in readers])
 
     def search(
         self, losses: Losses, producer: Producer, entering: Sequence[tuple[SiteStatistics, float]]
@@ -264,20 +264,15 @@ class Reader:
     share: Tensor
     inputs: Tensor | None = None
 
-    def split(self, rows: int) -> list[Reader]:
-        """Return readers of at most `rows` rows each."""
-        pairs = zip(self.weight.split(rows), self.share.split(rows), strict=True)
-        return [replace(self, weight=weight, share=share) for weight, share in pairs]
-
     def loss(self, scale: Tensor) -> Tensor:
         """Return `tr(dW H dWᵀ)` under a scale `[in]`."""
         groups = (self.weight * scale).view(-1, self.grid.group_size)
         values = self.grid.nearest(groups, self.grid.fit(groups)).view(self.weight.shape)
         return self.counted(row_losses(values.div_(scale).sub_(self.weight), self.hessian))
 
-    def every(self, step: int) -> Reader:
-        """Return a reader of every `step`-th row."""
-        return replace(self, weight=self.weight[::step], share=self.share[::step])
+    def rows(self, rows: slice) -> Reader:
+        """Return a reader of some rows."""
+        return replace(self, weight=self.weight[rows], share=self.share[rows])
 
     def counted(self, rows: Tensor) -> Tensor:
         """Return the weighted sum of row losses `[out]`."""
@@ -297,8 +292,9 @@ class Losses:
         self.plain: list[Tensor] = []
         losses: list[tuple[float, Reader]] = []
         for reader in readers:
-            width = reader.weight.shape[1]
-            chunks = reader.split(max(SCALED_ROWS, rows_at_once(reader.weight.device, width)))
+            rows, width = reader.weight.shape
+            size = max(SCALED_ROWS, rows_at_once(reader.weight.device, width))
+            chunks = [reader.rows(slice(start, start + size)) for start in range(0, rows, size)]
             plain = [chunk.loss(reader.weight.new_ones(width)) for chunk in chunks]
             self.plain.append(sum(plain))
             losses += ((loss.item(), chunk) for loss, chunk in zip(plain, chunks, strict=True))
