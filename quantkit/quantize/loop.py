@@ -182,10 +182,8 @@ class Loop:
             if less is None or self.advancing or distributed.count() > 1:
                 raise plan.out_of_memory(self.execution, index) from error
         # outside the handler: its traceback keeps the tensors of the first attempt
-        note = (
-            f"{self.execution.device} ran out of memory in block {index + 1}: continuing with --sequential "
-        )
-        note += f"repeat --states {less.states}"
+        note = f"{self.execution.device} ran out of memory in block {index + 1}: continuing with "
+        note += f"--sequential repeat --states {less.states}"
         self.progress.warn(note)
         self.timings.notes.append(note)
         self.job.staging.wait()

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS
 
-CHUNK_BYTES, CHUNK_TOKENS = LOGITS_BYTES, LOGITS_TOKENS  # at most so many tokens: the model makes a mask
-
 
 def chunk_tokens(vocabulary: int) -> int:
-    """Return the number of tokens whose logits are computed at a time."""
-    return min(CHUNK_TOKENS, max(1, CHUNK_BYTES // (4 * vocabulary)))
+    """Return the number of tokens whose logits are computed at a time. The model makes a mask for each."""
+    return min(LOGITS_TOKENS, max(1, LOGITS_BYTES // (4 * vocabulary)))
 
 
 def through_head(final: Tensor, size: int, loss: Callable[[Tensor, slice], Tensor]) -> Tensor:
