@@ -162,17 +162,21 @@ class GgufOutput(Output):
         types, outside = self.types, dict(skeleton.model.named_parameters(remove_duplicate=False))
         rest = [t for t in self.targets if len(t.shape) == 2 and t.parameters and t.parameters[0] in outside]
         if not distributed.broadcast(lambda: bool(staged.rest())):
-            coded = {t.name: self._encoded(t, checkpoint, [types[t.name]], None, progress) for t in rest}
-            blobs = {name: encoded[0][0] for name, encoded in coded.items()}
-            head = rest[[t.name for t in rest].index(OUTPUT if OUTPUT in blobs else EMBEDDING)]
-            if types[head.name] in TYPES:
+            head = next(t for name in (OUTPUT, EMBEDDING) for t in rest if t.name == name)
+            has_solver = types[head.name] in TYPES
+            encoded = [target for target in rest if target is not head or not has_solver]
+            blobs = {
+                target.name: self._encoded(target, checkpoint, [types[target.name]], None, progress)[0][0]
+                for target in encoded
+            }
+            if has_solver:
                 progress.phase("measuring inputs of the output matrix")
                 statistics = measure_head()
                 weight, tied, grid = head.read(checkpoint), head.name == EMBEDDING, named(types[head.name])
                 layout = material.layout
                 solved, fallback = solved_rows(weight, grid, layout, material, solver, statistics, tied)
                 blobs[head.name] = solved[layout.marker]
-                _vanished(head, types[head.name], weight, blobs[head.name])
+                _warn_of_lost(head, types[head.name], [weight], [blobs[head.name]], progress)
                 if fallback:
                     progress.warn(f"{head.name}: {fallback}")
             staged.write_rest(blobs)
@@ -254,9 +258,7 @@ class GgufOutput(Output):
         encoded = []
         for name in types:
             rows = [encode_rows(name, *pair) for pair in zip(matrices, weights, strict=True)]
-            lost = sum(_vanished(target, name, *pair) for pair in zip(matrices, rows, strict=True))
-            if lost > (values.numel() * FEW if name in PLAIN else 0):
-                progress.warn(f"{target.name}: {count(lost, 'weight')} became 0, too small for {name}")
+            _warn_of_lost(target, name, matrices, rows, progress)
             scales = [separate_scale(name, matrix) for matrix in matrices]
             encoded.append((torch.cat(rows), [scale for scale in scales if scale is not None]))
         return encoded
@@ -307,6 +309,16 @@ def _narrow(target: Target, type_name: str, checkpoint: Checkpoint, name: str) -
     values = exact.to(reading.DTYPES[type_name])
     _vanished(target, type_name, exact.flatten(1), values.flatten(1).contiguous().view(torch.uint8))
     return values
+
+
+def _warn_of_lost(
+    target: Target, type_name: str, matrices: Sequence[Tensor], rows: Sequence[Tensor], progress: Progress
+) -> None:
+    """Warn of weights that are too small for a type. Raises QuantkitError if others are too large."""
+    lost = sum(_vanished(target, type_name, *pair) for pair in zip(matrices, rows, strict=True))
+    few = FEW * sum(matrix.numel() for matrix in matrices) if type_name in PLAIN else 0
+    if lost > few:
+        progress.warn(f"{target.name}: {count(lost, 'weight')} became 0, too small for {type_name}")
 
 
 def _vanished(target: Target, type_name: str, weight: Tensor, rows: Tensor) -> int:
