@@ -20,8 +20,8 @@ class BlockView:
     the layer-wide sites of experts; transforms change them in place. grids: by linear; None for a linear in
     16 bit. probe: runs the block, in float32, on a few tokens. stored: returns a parameter's values, by its
     name in the block, as storing rounds them. away: linears of experts that are not in memory; their sites
-    only have a number of tokens. read: loads one of these, until the next call. expert: of a view of one
-    expert, the beginning of the names of its linears; its `probe` runs this expert.
+    only have a number of tokens. read: loads one of these, until the next call. expert: name of an
+    expert's module, if the view is of this expert alone; `probe` then runs it.
     """
 
     block: nn.Module

@@ -24,9 +24,9 @@ def views(view: BlockView, entering: Mapping[str, Tensor], folded: Collection[Si
         tokens = entering[f"{name}.entering"]
         tokens = tokens[tokens.any(-1)]
         for index in range(layer.count):
-            expert = f"{name}.{index}."
+            expert = f"{name}.{index}"
             inside = (site for site in view.statistics if site.linears and site not in folded)
-            sites = [site for site in inside if site.linears[0].startswith(expert)]
+            sites = [site for site in inside if site.linears[0].startswith(f"{expert}.")]
             if sites:
                 statistics = {site: view.statistics[site] for site in sites}
                 probe = partial(layer.alone, index, tokens)
@@ -37,12 +37,12 @@ def find(view: BlockView, known: dict[str, list[Producer]]) -> list[Fold]:
     """Return the folds inside the expert of a view. Experts of a layer have equal modules, so the producers
     of the first expert are the candidates for all others, and are proven there. known: these producers by
     layer, with names inside the expert."""
-    layer = view.expert[:-1].rpartition(".")[0]
+    layer, prefix = view.expert.rpartition(".")[0], f"{view.expert}."
     with probing(view) as probe:
         if layer in known:
-            guesses = [replace(each, name=view.expert + each.name) for each in known[layer]]
+            guesses = [replace(each, name=prefix + each.name) for each in known[layer]]
             return find_folds(probe, lambda *_: iter(guesses))
         folds = find_folds(probe)
     producers = (fold.producer for fold in folds)
-    known[layer] = [replace(each, name=each.name.removeprefix(view.expert)) for each in producers]
+    known[layer] = [replace(each, name=each.name.removeprefix(prefix)) for each in producers]
     return folds

@@ -43,8 +43,8 @@ class Probe:
 
     def __init__(self, view: BlockView):
         self.block, self._run, self._expert = view.block, view.probe, view.expert
-        layers = {name: module for name, module in view.block.named_modules() if isinstance(module, Experts)}
-        self.layers = {} if view.expert else layers
+        modules = self._named_modules()
+        self.layers = {name: module for name, module in modules if isinstance(module, Experts)}
         device = next(tensor.device for tensor in view.block.parameters() if not tensor.is_meta)
         self.stand_ins = {f"{name}.entering": _stand_in(layer, device) for name, layer in self.layers.items()}
         self.readers: dict[str, list[Site]] = {}
@@ -58,14 +58,13 @@ class Probe:
                 self.matrices[name] = leaves
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return the block's modules except those inside experts, or those of a view's expert."""
+        """Return the modules of the block, except those inside experts, or of a view's expert."""
         inside = tuple(f"{name}." for name in self.layers)
-        modules = (
-            (name, module)
-            for name, module in self.block.named_modules()
-            if f"{name}.".startswith(self._expert)
-        )
+        modules = self._named_modules()
         return {name: module for name, module in modules if not f"{name}.".startswith(inside)}
+
+    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        return self.block.get_submodule(self._expert).named_modules(prefix=self._expert)
 
     def columns(self, place: str) -> list[str]:
         """Return the names of the weights that read at a place."""
