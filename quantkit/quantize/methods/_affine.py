@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
-from quantkit.layouts import Width, spec_of_shape
+from quantkit.layouts import Layout, Width, spec_of_shape
+from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
+from quantkit.layouts.compressed_tensors.integers import PackQuantized
+from quantkit.layouts.mlx import MlxLayout
 from quantkit.quantize.methods import Method
 
 if TYPE_CHECKING:
@@ -43,6 +46,13 @@ class AffineMethod(Method):
             hint = f"leave out --{name}, or use --layout mlx or quantkit gguf"
             raise QuantkitError(what, hint, UNSUPPORTED)
         super().check()
+
+    def _other_layout(self, inputs: str = "") -> Layout:
+        """Return the layout for `--layout mlx` or `compressed-tensors`. inputs: type of linears' inputs."""
+        bits, group_size = self.options.bits, self.options.group_size
+        if self.options.layout == "mlx":
+            return MlxLayout(bits, group_size)
+        return CompressedTensorsLayout(PackQuantized(bits, group_size, self.options.sym, inputs))
 
     def width(self, in_features: int) -> Width:
         return self._width(self.options.bits, self.options.group_size, in_features)
