@@ -34,7 +34,7 @@ from quantkit.models.gguf.file_types import BLOCKS, NEED_IMPORTANCE, NO_FEEDBACK
 from quantkit.models.machine import expert_share
 from quantkit.models.machine.device import choose_device, widens
 from quantkit.quantize.calibrate import capture
-from quantkit.quantize.calibrate.capture import Statistics
+from quantkit.quantize.calibrate.capture import SiteSums
 from quantkit.quantize.calibrate.states import States
 from quantkit.quantize.calibrate.statistics import Drift, SiteStatistics
 from quantkit.quantize.progress import Progress
@@ -775,12 +775,12 @@ def test_a_mixtures_experts_are_solved_together(both, far, tiny_model, monkeypat
 def test_second_moments_of_16_bit_inputs_are_products_in_float32(monkeypatch, dtype):
     """Where the device has such products; their sums are exact here, so every order of adding is equal."""
     inputs = torch.randint(-200, 200, (2, 2, 32, 192)).to(dtype)
-    sums = [Statistics(192, CPU)]
+    sums = [SiteSums(192, CPU)]
     with present():
         assert not widens(torch.device("far")) and not widens(CPU)
         for able in (False, True):
             monkeypatch.setattr(capture, "widens", lambda device, able=able: able)
-            sums.append(Statistics(192, torch.device("far")))
+            sums.append(SiteSums(192, torch.device("far")))
             DEVICE.launches.clear()
             for batch in inputs.to("far"):
                 sums[-1].add(batch)
@@ -806,7 +806,7 @@ def test_differences_from_the_original_are_16_bit_products(monkeypatch, alone):
     expected = torch.stack([short[half].T @ flat[half] for half in (slice(0, 16), slice(16, None))]) * 2 / 32
     with present():
         monkeypatch.setattr(capture, "widens", lambda device: True)
-        sums = Statistics(192, torch.device("far"))
+        sums = SiteSums(192, torch.device("far"))
         DEVICE.launches.clear()
         sums.add(
             inputs.to("far"), capture.Counterpart(original.to("far"), weight.to("far") if alone else None)

@@ -11,7 +11,7 @@ from sums import assert_sums
 from quantkit.grids.affine import AffineGrid
 from quantkit.layouts import Statistic
 from quantkit.quantize import solvers
-from quantkit.quantize.calibrate.capture import Statistics
+from quantkit.quantize.calibrate.capture import SiteSums
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.solvers import loss, row_losses, rtn
 from quantkit.quantize.solvers.gptq import GptqSolver
@@ -54,7 +54,7 @@ def inputs(in_features: int, tokens: int, seed: int) -> torch.Tensor:
 
 
 def statistics(x: torch.Tensor):
-    sums = Statistics(x.shape[1], CPU, (Statistic.HESSIAN, Statistic.MAGNITUDE))
+    sums = SiteSums(x.shape[1], CPU, (Statistic.HESSIAN, Statistic.MAGNITUDE))
     for part in x.split(7):
         sums.add(part)
     return sums.finish()

@@ -120,9 +120,12 @@ def test_experts_that_no_token_of_the_probe_reaches_are_proven_all_the_same(benc
     with probing(made.view()) as probe:
         entering = probe.run().inputs
     view = made.view(lambda name: AffineGrid(4, 32), made.statistics())
-    found = [expert.find_folds() for expert in expert_folds.experts(view, entering, (), {})]
-    assert [fold.producer.name for folds in found for fold in folds] == ["up_proj"] * 32
-    assert [set(fold.columns) for folds in found for fold in folds] == [{"down_proj.weight"}] * 32
+    known, expert = {}, "feed_forward.experts.{}.{}"
+    found = [
+        fold for each in expert_folds.views(view, entering, ()) for fold in expert_folds.find(each, known)
+    ]
+    assert [fold.producer.name for fold in found] == [expert.format(e, "up_proj") for e in range(32)]
+    assert [fold.columns for fold in found] == [(expert.format(e, "down_proj.weight"),) for e in range(32)]
 
 
 @pytest.mark.parametrize("family", ["mixtral", *nightly("qwen2_moe", "qwen3_moe", "deepseek_v3")])

@@ -13,7 +13,7 @@ from quantkit.layouts import Statistic
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton, linears
 from quantkit.quantize.calibrate import capture
-from quantkit.quantize.calibrate.capture import Statistics
+from quantkit.quantize.calibrate.capture import SiteSums
 from quantkit.quantize.calibrate.sites import Site, find_sites
 from quantkit.quantize.calibrate.statistics import SiteStatistics, borrowed
 
@@ -94,7 +94,7 @@ SUMMED = Statistic.HESSIAN, Statistic.MAGNITUDE, Statistic.PEAK, Statistic.SQUAR
 
 
 def statistics(tokens: int, seed: int, width: int = 8) -> SiteStatistics:
-    sums = Statistics(width, torch.device("cpu"), SUMMED)
+    sums = SiteSums(width, torch.device("cpu"), SUMMED)
     sums.add(torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed)))
     return sums.finish()
 

@@ -99,7 +99,7 @@ def test_only_sums_of_bfloat16_inputs_use_bfloat16_units(monkeypatch, answer, dt
     precision, seen = torch.get_float32_matmul_precision, []
     before = precision()
     monkeypatch.setattr(capture.Hessian, "add", lambda self, rows: seen.append(precision()))
-    sums = capture.Statistics(8, torch.device("cpu"))
+    sums = capture.SiteSums(8, torch.device("cpu"))
     sums.add(torch.ones(4, 8, dtype=dtype))
     narrow = answer == "capable" and dtype == torch.bfloat16
     assert seen == ["medium" if narrow else before] and precision() == before

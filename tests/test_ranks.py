@@ -27,7 +27,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.layouts import Statistic
 from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.calibrate.capture import Statistics
+from quantkit.quantize.calibrate.capture import SiteSums
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 CALIBRATION = "--calibration text.txt --samples 6 --seqlen 32 --batch-size 2 --threads 1".split()
@@ -240,7 +240,7 @@ def summed(folder: Path, place: dict[str, object]) -> None:
     os.environ.update({key: str(value) for key, value in place.items()})
     inputs = torch.randn(12, 40, 64, generator=torch.Generator().manual_seed(0)).split(2)
     with distributed.joined("cpu"):
-        own = Statistics(64, torch.device("cpu"), SUMMED)
+        own = SiteSums(64, torch.device("cpu"), SUMMED)
         for batch in distributed.share(inputs):
             own.add(batch)
         found = own.finish()
@@ -255,7 +255,7 @@ def test_sums_of_two_processes_are_those_of_one(tmp_path):
         process.start()
     assert ended(tmp_path, processes) == [0, 0]
     inputs = torch.randn(12, 40, 64, generator=torch.Generator().manual_seed(0))
-    whole = Statistics(64, torch.device("cpu"), SUMMED)
+    whole = SiteSums(64, torch.device("cpu"), SUMMED)
     whole.add(inputs)
     wanted = whole.finish()
     for rank in (0, 1):

@@ -19,7 +19,7 @@ from quantkit.layouts.gptq import GptqLayout
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.recording import SHAPES
-from quantkit.quantize.calibrate.capture import KINDS, Statistics
+from quantkit.quantize.calibrate.capture import KINDS, SiteSums
 from quantkit.quantize.calibrate.forwards import SuspendedForward, repeated
 from quantkit.quantize.calibrate.sites import Site, find_sites
 from quantkit.quantize.prepare import linears
@@ -346,7 +346,7 @@ def test_hessian_is_twice_the_mean_outer_product(width, dtype):
         (torch.randn(*shape, width, generator=generator) * mixing + mixing / 2).to(dtype)
         for shape in [(2, 9), (5,), (1, 3)]
     ]
-    accumulator = Statistics(width, CPU, (*KINDS,)[:4])
+    accumulator = SiteSums(width, CPU, (*KINDS,)[:4])
     for batch in batches:
         accumulator.add(batch)
     statistics = accumulator.finish()

@@ -17,7 +17,7 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine import expert_share
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
-from quantkit.quantize.calibrate.capture import Counterpart, Statistics
+from quantkit.quantize.calibrate.capture import Counterpart, SiteSums
 from quantkit.quantize.calibrate.residual import find_writers
 from quantkit.quantize.calibrate.statistics import SiteStatistics, retarget
 from quantkit.quantize.progress import Progress
@@ -41,7 +41,7 @@ def site(signal: float, tokens: int = TOKENS, missing: bool = True):
     )
     theirs = inputs + signal * inputs @ randn(WIDTH, WIDTH, seed=3) + 0.5 * randn(tokens, WIDTH, seed=4)
     short = signal * inputs @ randn(WIDTH, ROWS, seed=5) + 0.5 * randn(tokens, ROWS, seed=6)
-    sums = Statistics(WIDTH, torch.device("cpu"))
+    sums = SiteSums(WIDTH, torch.device("cpu"))
     for part in (slice(0, tokens // 3), slice(tokens // 3, tokens)):
         alone = (weight, short[part]) if missing else ()
         sums.add(inputs[part], Counterpart(theirs[part], *alone))
@@ -74,7 +74,7 @@ def test_massive_tokens_do_not_decide_the_move(dtype):
     scale = torch.ones(TOKENS)
     scale[::50] = 1000
     short[::50] = 1000 * inputs[::50].float() @ randn(WIDTH, ROWS, seed=7)
-    sums = Statistics(WIDTH, torch.device("cpu"))
+    sums = SiteSums(WIDTH, torch.device("cpu"))
     for part in cut(torch.arange(TOKENS), TOKENS):
         sums.add(inputs[part], Counterpart(inputs[part], weight, short[part], scale[part]))
     statistics, inputs = sums.finish(), inputs.float()
@@ -95,7 +95,7 @@ def test_massive_tokens_do_not_decide_the_move(dtype):
 def test_a_linear_alone_has_the_same_answer_as_one_of_several():
     """W (X̃ - X)ᵀX is one product with W or two without."""
     weight, inputs, _, several = site(signal=1.0, missing=False)
-    sums = Statistics(WIDTH, torch.device("cpu"))
+    sums = SiteSums(WIDTH, torch.device("cpu"))
     theirs = inputs + inputs @ randn(WIDTH, WIDTH, seed=3) + 0.5 * randn(TOKENS, WIDTH, seed=4)
     for part in cut(torch.arange(TOKENS), TOKENS):
         sums.add(inputs[part], Counterpart(theirs[part], weight))
@@ -105,7 +105,7 @@ def test_a_linear_alone_has_the_same_answer_as_one_of_several():
 
 def test_batches_without_a_counterpart_count_for_the_hessian_alone():
     weight, inputs, _, paired = site(signal=1.0)
-    sums, more = Statistics(WIDTH, torch.device("cpu")), 3 * randn(500, WIDTH, seed=7)
+    sums, more = SiteSums(WIDTH, torch.device("cpu")), 3 * randn(500, WIDTH, seed=7)
     meant = inputs + inputs @ randn(WIDTH, WIDTH, seed=3) + 0.5 * randn(TOKENS, WIDTH, seed=4)
     short = inputs @ randn(WIDTH, ROWS, seed=5) + 0.5 * randn(TOKENS, ROWS, seed=6)
     first, last = cut(torch.arange(TOKENS), TOKENS)

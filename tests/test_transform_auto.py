@@ -92,7 +92,9 @@ def test_a_loss_is_the_sum_of_pivots_times_squared_rounding_errors():
     weight, scale = torch.randn(5, 16, generator=generator), torch.rand(16, generator=generator) + 0.5
     grid, H, share = AffineGrid(3, 8), moments(16), torch.tensor([1.0, 0.5, 2.0])
     pivots = GptqSolver().pivots(H, grid)
-    reader = FeedbackScaling(GptqSolver()).reader(Reader(weight, grid, H, share.repeat(2)[:5]).every(2))
+    reader = FeedbackScaling(GptqSolver()).reader(
+        Reader(weight, grid, H, share.repeat(2)[:5]).rows(slice(None, None, 2))
+    )
     expected = 0.0
     for row, count in zip(weight[::2], (1.0, 2.0, 0.5), strict=True):
         for low in (0, 8):

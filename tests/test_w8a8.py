@@ -20,7 +20,7 @@ from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import IntQuantized
 from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize import methods
-from quantkit.quantize.calibrate.capture import KEPT_INPUTS, Statistics
+from quantkit.quantize.calibrate.capture import KEPT_INPUTS, SiteSums
 from quantkit.quantize.solvers import rtn
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.transforms.fold import Producer
@@ -67,7 +67,7 @@ def test_a_linear_is_read_as_it_was_written():
 
 def test_fourth_moments_are_those_of_tokens_of_equal_size_in_either_half():
     batches = [randn(2, 10, IN, seed=seed) * (seed + 1) for seed in range(4)]
-    sums = Statistics(IN, CPU, {Statistic.FOURTH, Statistic.INPUTS})
+    sums = SiteSums(IN, CPU, {Statistic.FOURTH, Statistic.INPUTS})
     for batch in batches:
         sums.add(batch)
     found = sums.finish()
@@ -80,7 +80,7 @@ def test_fourth_moments_are_those_of_tokens_of_equal_size_in_either_half():
 
 
 def test_inputs_are_an_even_sample_of_a_long_text():
-    sums = Statistics(1, CPU, {Statistic.INPUTS})
+    sums = SiteSums(1, CPU, {Statistic.INPUTS})
     for start in range(0, 4 * KEPT_INPUTS, 64):
         sums.add(torch.arange(start, start + 64.0)[:, None])
     steps = sums.finish()[Statistic.INPUTS][:, 0].diff()
@@ -135,7 +135,7 @@ def test_scales_of_models_that_differ_by_scales_differ_by_these():
 
 
 def searched(weight: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor | None, Losses]:
-    sums = Statistics(weight.shape[1], CPU, {Statistic.HESSIAN, Statistic.INPUTS, Statistic.FOURTH})
+    sums = SiteSums(weight.shape[1], CPU, {Statistic.HESSIAN, Statistic.INPUTS, Statistic.FOURTH})
     for part in inputs.split(64):
         sums.add(part)
     statistics, transform = sums.finish(), SmoothScaling(GptqSolver(), rounded)

@@ -85,7 +85,7 @@ def measure(dtype: str) -> Speed:
     import torch
 
     from quantkit.grids.affine import AffineGrid
-    from quantkit.quantize.calibrate.capture import Statistics
+    from quantkit.quantize.calibrate.capture import SiteSums
     from quantkit.quantize.solvers.gptq import GptqSolver
 
     def seconds(run: Callable[[], object]) -> float:
@@ -103,7 +103,7 @@ def measure(dtype: str) -> Speed:
             X = torch.randn(TOKENS, INNER, generator=torch.Generator().manual_seed(0))
             W, inputs = X[:INNER], X.to(getattr(torch, dtype))
             weight = W.to(inputs.dtype)
-            statistics, solver, grid = Statistics(INNER, X.device), GptqSolver(), AffineGrid(4, HEAD)
+            statistics, solver, grid = SiteSums(INNER, X.device), GptqSolver(), AffineGrid(4, HEAD)
             H = X[:, :HIDDEN].T @ X[:, :HIDDEN]
             few, many = (
                 seconds(lambda rows=rows: solver.solve([X[:rows, :HIDDEN]], [grid], H))

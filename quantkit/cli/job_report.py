@@ -43,7 +43,7 @@ def plan_record(job: Job) -> dict:
         "plan": asdict(job.plan),
         "matrices": [
             {"name": m.name, "block": m.block, "shape": list(m.shape), "becomes": m.becomes}
-            for m in job.method.output.planned(job.checkpoint, job.specs)
+            for m in job.method.output.planned(job.specs)
         ],
         "linears": [
             {
@@ -117,7 +117,7 @@ def _print_linears(console: Console, job: Job) -> None:
     """Print the linears; identical linears of several blocks or experts share a row."""
     table = make_table("linears", "blocks", "shape", "quantized to")
     equal: dict[tuple, set[int]] = {}
-    for matrix in job.method.output.planned(job.checkpoint, job.specs):
+    for matrix in job.method.output.planned(job.specs):
         name, block = starred(matrix.name) if matrix.block is None else (matrix.name, matrix.block)
         blocks = equal.setdefault((of_experts(name), matrix.shape, matrix.becomes), set())
         blocks |= set() if block is None else {block}

@@ -23,14 +23,8 @@ from quantkit.distillation.training import Shares, order
 from quantkit.models.files import safetensors_folder
 from quantkit.models.files.reading import tensor as load
 from quantkit.models.machine.device import free_memory
-from quantkit.quantize.calibrate import divergence
-from quantkit.quantize.calibrate.backward import (
-    CHUNK_BYTES,
-    CHUNK_TOKENS,
-    chunk_tokens,
-    through_block,
-    through_head,
-)
+from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS, divergence
+from quantkit.quantize.calibrate.backward import chunk_tokens, through_block, through_head
 from quantkit.quantize.prepare.plan import check_memory
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.blocks import save
@@ -184,7 +178,7 @@ def plan_memory(training: Training) -> dict[str, int | bool]:
     matrices = [p.shape for p in student.skeleton.blocks[0].parameters() if p.ndim == 2]
     tracing = largest * TRACED_BYTES + 3 * FLOAT32 * batch * sum(sum(shape) for shape in matrices)
     states = width * (2 * train + 3 * held_out + batch * (student.depth + 2))
-    logits = 4 * min(FLOAT32 * CHUNK_TOKENS * student.checkpoint.text_config.vocab_size, CHUNK_BYTES)
+    logits = 4 * min(FLOAT32 * LOGITS_TOKENS * student.checkpoint.text_config.vocab_size, LOGITS_BYTES)
     need = outside + tracing + states + logits
     hold = bool(options.epochs) and need + CODE_BYTES * inside <= MEMORY_SHARE * free
     remedy = "fewer --samples, shorter --seqlen or a smaller --batch-size"

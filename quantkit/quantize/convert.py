@@ -97,7 +97,7 @@ def convert(source: str, to: str, output: Path | None, overwrite: bool, progress
                 stored_manifest = untrusted.parse((checkpoint.manifest() or "{}").encode())
                 manifest = {"schema": "quantkit.manifest/1"} | stored_manifest | {"converted": {"to": to}}
                 with staging.assemble() as path:
-                    written.write([Draft(written, material, path, manifest)], None, progress)
+                    written.write([Draft(written, material, manifest)], None, progress)
                 _compare(material, written, open_checkpoint(str(path)), progress)
                 _describe(material, to, path)
                 staging.publish()
@@ -229,17 +229,17 @@ def _file_of(to: str, material: Material, progress: Progress) -> GgufOutput:
     method, checkpoint = gguf.Gguf(options).build(material.skeleton), material.checkpoint
     for note in method.notes:
         progress.warn(note)
-    output, chosen = method.output, dict(method.output.chosen)
-    types = {f"{spec.name}.weight": spec.grid.name for spec in material.specs if spec.grid}
+    output, types = method.output, dict(method.output.types)
+    packed = {f"{spec.name}.weight": spec.grid.name for spec in material.specs if spec.grid}
     for target in output.targets:
-        kinds = {types.get(name) or checkpoint.plain_dtype(name) for name in target.stored}
-        if chosen[target.name] == "F16":  # a matrix
+        kinds = {packed.get(name) or checkpoint.plain_dtype(name) for name in target.stored}
+        if types[target.name] == "F16":  # a matrix
             what = f"llama.cpp stores {name_all(target.stored, 3)} in another way: as {target.name}"
-            whole = len(kinds) == 1 and not (target.part and kinds.intersection(types.values()))
+            whole = len(kinds) == 1 and not (target.part and kinds.intersection(packed.values()))
             require(whole, what, ANEW, UNSUPPORTED)
-            (chosen[target.name],) = kinds
+            (types[target.name],) = kinds
     metadata = output.metadata | {"general.file_type": number(FILES[to])}
-    return replace(output, chosen=chosen, metadata=metadata)
+    return replace(output, types=types, metadata=metadata)
 
 
 def _describe(material: Material, to: str, path: Path) -> None:

@@ -96,8 +96,7 @@ class Job:
 
 
 def prepare_all(request: Request, progress: Progress, dry_run: bool = False) -> tuple[list[Path], list[Job]]:
-    """Return the outputs of a command and a job for each; with `resume`, only the jobs that are left. See
-    `prepare`."""
+    """Return a command's outputs and their jobs, of which `resume` leaves the unfinished. See `prepare`."""
     requests = [linears.settled(single) for single in request.each()]
     outputs = [single.destination for single in requests]
     if request.resume:
@@ -138,7 +137,7 @@ def prepare(
         source_sha256 = Future() if dry_run or distributed.rank() else _hashed(checkpoint)
 
     if method.outside and Statistic.HESSIAN in method.needs:
-        rounded = method.output.rounded(skeleton.checkpoint, specs)
+        rounded = method.output.rounded(skeleton.checkpoint)
         if rounded is not skeleton.checkpoint:
             dtype = {"dtype": str(skeleton.dtype).removeprefix("torch.")}
             skeleton = open_skeleton(rounded, request.run, adopted | dtype)
@@ -161,7 +160,7 @@ def prepare(
             source_sha256.result()
         fingerprint = _fingerprint(request, source_sha256, calibrated, job_plan, skeleton.is_mixture)
         check_equal(fingerprint)
-    batches = plan.own_batches(tokens, batch_size) if method.needs else [tokens]
+    batches = list(distributed.share(tokens.split(batch_size))) if method.needs else [tokens]
     held_back = None
     if loss_size and not dry_run:
         held_back = _held_back(checkpoint, calibrated, loss_size, request.run.loss_tokens, progress)
@@ -270,8 +269,7 @@ def _verification_tokens(checkpoint: Checkpoint) -> Tensor:
 
 
 def _hashed(checkpoint: Checkpoint) -> Future[str]:
-    """Return the source's sha256, computed in a daemon thread. The result raises QuantkitError if the source
-    changed since it was opened."""
+    """Return the sha256, computed in a daemon thread, of a source; QuantkitError if it changed meanwhile."""
     sha256: Future[str] = Future()
 
     def run() -> None:

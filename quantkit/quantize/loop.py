@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from quantkit.models.machine.device import give_back
 from quantkit.models.machine.memory import keep_freed_pages, map_large_blocks, mapped
 from quantkit.quantize.calibrate import cache_peaks, curvature, original_every, schedule, walk
 from quantkit.quantize.calibrate.curvature import Curvatures
+from quantkit.quantize.calibrate.importance import of_head
 from quantkit.quantize.calibrate.measure import Measuring
 from quantkit.quantize.calibrate.original import Original
 from quantkit.quantize.calibrate.schedule import Visit
@@ -103,9 +105,8 @@ class Loop:
             self.originals = self._entering(self._sample()) if Statistic.DRIFT in self.method.needs else None
         self.curvatures = self._curvatures() if Statistic.CURVATURE in self.method.needs else None
         with self.timings("load"):
-            self.method.output.install_rest(
-                job.material, self.method.solver, job.batches, progress, self.place
-            )
+            measure_head = partial(of_head, self.skeleton, job.batches, self.place)
+            self.method.output.install_rest(job.material, self.method.solver, measure_head, progress)
         self.states = self._entering(range(len(job.batches)))
 
     def _entering(self, numbers: Iterable[int]) -> States:
@@ -181,10 +182,8 @@ class Loop:
             if less is None or self.advancing or distributed.count() > 1:
                 raise plan.out_of_memory(self.execution, index) from error
         # outside the handler: its traceback keeps the tensors of the first attempt
-        note = (
-            f"{self.execution.device} ran out of memory in block {index + 1}: continuing with --sequential "
-        )
-        note += f"repeat --states {less.states}"
+        note = f"{self.execution.device} ran out of memory in block {index + 1}: continuing with "
+        note += f"--sequential repeat --states {less.states}"
         self.progress.warn(note)
         self.timings.notes.append(note)
         self.job.staging.wait()
@@ -205,29 +204,12 @@ class Loop:
         block, parts = self._block(index, module), BlockParts(self.job.staging, index)
         records: list[dict] = []
         with self._original(block) as original:
-            measuring = Measuring(
-                self.skeleton,
-                block,
-                self.states,
-                self.execution,
-                self.method.needs,
-                self.job.request.run.experts,
-                self.timings,
-                self.job.batch_count,
-                original,
-            )
+            given = self.execution, self.method.needs, self.job.request.run.experts, self.timings
+            measuring = Measuring(self.skeleton, block, self.states, *given, self.job.batch_count, original)
             transformed, visits = self._transform(measuring, parts)
             self._stage_changed(block, transformed, parts)
-            quantizer = self.quantizer(
-                self.skeleton,
-                self.method.solver,
-                self.method.layout,
-                self.timings,
-                block,
-                parts,
-                transformed,
-                self.curvatures,
-            )
+            given = self.method.solver, self.method.layout, self.timings
+            quantizer = self.quantizer(self.skeleton, *given, block, parts, transformed, self.curvatures)
             caching = Statistic.CACHE in self.method.needs
             with closing(visits), cache_peaks.watched(module) if caching else nullcontext({}) as caches:
                 for visit in visits:

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS
 
-CHUNK_BYTES, CHUNK_TOKENS = LOGITS_BYTES, LOGITS_TOKENS  # at most so many tokens: the model makes a mask
-
 
 def chunk_tokens(vocabulary: int) -> int:
-    """Return the number of tokens whose logits are computed at a time."""
-    return min(CHUNK_TOKENS, max(1, CHUNK_BYTES // (4 * vocabulary)))
+    """Return the number of tokens whose logits are computed at a time. The model makes a mask for each."""
+    return min(LOGITS_TOKENS, max(1, LOGITS_BYTES // (4 * vocabulary)))
 
 
 def through_head(final: Tensor, size: int, loss: Callable[[Tensor, slice], Tensor]) -> Tensor:
@@ -28,13 +26,13 @@ def through_head(final: Tensor, size: int, loss: Callable[[Tensor, slice], Tenso
     indices in `final` with batch and tokens flattened.
     """
     gradient, tokens = torch.empty_like(final), final.flatten(0, 1)
-    place = gradient.flatten(0, 1)
+    rows = gradient.flatten(0, 1)
     for start in range(0, len(tokens), size):
         span = slice(start, start + size)
         with torch.enable_grad():
-            part = tokens[span].detach().requires_grad_()
-            loss(part, span).backward()
-        place[span] = part.grad
+            hidden = tokens[span].detach().requires_grad_()
+            loss(hidden, span).backward()
+        rows[span] = hidden.grad
     return gradient
 
 

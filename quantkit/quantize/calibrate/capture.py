@@ -150,7 +150,7 @@ class Inputs:
         return self.rows
 
 
-class Drifting:
+class DriftSums:
     """Sums for a `Drift`, over the batches with a counterpart in the original model. width: number of rows of
     each of `Drift.halves`. outputs: see `Drift`. weighted: tokens are divided by `Counterpart.scale`."""
 
@@ -207,7 +207,7 @@ KINDS = {
 }
 
 
-class Statistics:
+class SiteSums:
     """Sums over the inputs of one site, in float32, batch by batch. needs: statistics to be measured."""
 
     def __init__(
@@ -216,7 +216,7 @@ class Statistics:
         self.in_features, self.device = in_features, device
         self.tokens = 0
         self.sums = {kind: make(in_features, device) for kind, make in KINDS.items() if kind in needs}
-        self.drifting: Drifting | None = None  # set by the first batch with a counterpart
+        self.drifting: DriftSums | None = None  # set by the first batch with a counterpart
 
     def add(self, inputs: Tensor, counterpart: Counterpart | None = None) -> None:
         """Add a batch of inputs `[..., in]`, in float32."""
@@ -231,16 +231,14 @@ class Statistics:
                 if self.drifting is None:
                     outputs = counterpart.weight is not None
                     width = len(counterpart.weight) if outputs else self.in_features
-                    self._drift(width, outputs, counterpart.scale is not None)
+                    kind = width, outputs, counterpart.scale is not None
+                    self.drifting = DriftSums(self.in_features, self.device, *kind)
                 self.drifting.add(exact, factor, counterpart)
             for kind, sums in self.sums.items():
                 if kind is not Statistic.HESSIAN:
                     sums.add(rows)
                 elif counterpart is None or self.drifting.weighted:
                     sums.add(factor)
-
-    def _drift(self, width: int, outputs: bool, weighted: bool) -> None:
-        self.drifting = Drifting(self.in_features, self.device, width, outputs, weighted)
 
     def finish(self) -> SiteStatistics:
         """Return the averaged statistics of all ranks. The accumulator cannot be used afterwards."""
@@ -266,12 +264,9 @@ class Statistics:
         for sums in self.sums.values():
             sums.gather()
         drifting = self.drifting
-        shape = drifting and (drifting.halves.shape[1], drifting.outputs, drifting.weighted)
-        shapes = distributed.all_gather(shape)
-        shape = next(filter(None, shapes), None)
-        if shape:
-            if drifting is None:
-                self._drift(*shape)
+        kind = drifting and (drifting.halves.shape[1], drifting.outputs, drifting.weighted)
+        if kind := next(filter(None, distributed.all_gather(kind)), None):
+            self.drifting = drifting or DriftSums(self.in_features, self.device, *kind)
             self.drifting.gather()
 
 
@@ -282,13 +277,13 @@ def gather(
     device: torch.device,
     forward: Callable[[], object],
     counterpart: Callable[[Site], Counterpart | None] = lambda site: None,
-) -> dict[Site, Statistics]:
+) -> dict[Site, SiteSums]:
     """Return the sums over the inputs of every site. forward: runs the block on all batches. counterpart:
     returns the current batch at a site in the original model."""
     gathered = {}
     with ExitStack() as stack:
         for site in sites:
-            gathered[site] = sums = Statistics(site.in_features, device, needs)
+            gathered[site] = sums = SiteSums(site.in_features, device, needs)
             hook = block.get_submodule(site.module).register_forward_pre_hook(
                 lambda module, args, sums=sums, site=site: sums.add(args[0], counterpart(site))
             )

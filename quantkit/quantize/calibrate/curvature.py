@@ -27,8 +27,8 @@ from quantkit.errors import RESOURCES, UNSUPPORTED, QuantkitError, first_line, r
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
 from quantkit.quantize.calibrate.backward import chunk_tokens, through_block, through_head
-from quantkit.quantize.calibrate.capture import Statistics
-from quantkit.quantize.calibrate.states import Place, Spill, States, embedded
+from quantkit.quantize.calibrate.capture import SiteSums
+from quantkit.quantize.calibrate.states import Place, States, embedded
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.blocks import StagedBlocks
 from quantkit.quantize.staging.folder import GRADIENTS
@@ -107,21 +107,18 @@ def _pass(
     """Run forward, then backward to the first chosen block, and write the curvatures of each block."""
     depth, first = skeleton.depth, min(chosen)
     total = depth + BACK * (depth - first)
-    entered: dict[int, Spill] = {}
-    decoded: walk.Source = (None, True)  # activations are not rounded
-    for index, _ in walk.blocks(skeleton, lambda index: decoded, only=range(depth)):
+    entered: dict[int, States] = {}
+    for index, _ in walk.blocks(skeleton, only=range(depth)):
         progress.counting(STEPS, index, total)
         if index >= first:
-            entered[index] = Spill(staged.folder)
-            for hidden in states:
-                entered[index].append(hidden)
+            entered[index] = States(states, skeleton.device, Place("disk", staged.folder))
         states.advance(skeleton.outputs(index, states))
     _back_through_head(skeleton, states)
-    for index, block in walk.blocks(skeleton, lambda index: decoded, only=range(depth - 1, first - 1, -1)):
+    for index, block in walk.blocks(skeleton, only=range(depth - 1, first - 1, -1)):
         progress.counting(STEPS, total - BACK * (index + 1 - first), total)
         run = partial(skeleton.trace_block, index, values={})
         sums = _back(run, block, entered.pop(index), states, chosen.get(index, ()))
-        stored = {name: _stored(name, own) for name, own in sums.items() if own.tokens}
+        stored = {name: _stored(name, gathered) for name, gathered in sums.items() if gathered.tokens}
         staged.save(index, stored, [])
     progress.counting(STEPS, total, total)
 
@@ -141,8 +138,12 @@ def _back_through_head(skeleton: Skeleton, states: States) -> None:
 
 
 def _back(
-    run: Callable[[Tensor], Tensor], block: nn.Module, entered: Spill, gradients: States, names: Sequence[str]
-) -> dict[str, Statistics]:
+    run: Callable[[Tensor], Tensor],
+    block: nn.Module,
+    entered: States,
+    gradients: States,
+    names: Sequence[str],
+) -> dict[str, SiteSums]:
     """Run a block backward. Return sums over the gradients of the outputs of linears `names`. Gradients of
     the block's outputs are replaced by those of its inputs. entered: the inputs.
 
@@ -150,13 +151,13 @@ def _back(
     """
     linears = {name: block.get_submodule(name) for name in names}
     device = next(block.parameters()).device
-    sums = {name: Statistics(linear.out_features, device) for name, linear in linears.items()}
+    sums = {name: SiteSums(linear.out_features, device) for name, linear in linears.items()}
     with ExitStack() as stack:
         for name, linear in linears.items():
             stack.callback(linear.register_forward_hook(_listen(sums[name])).remove)
         for k, gradient in enumerate(gradients):
             try:
-                entering = through_block(run, entered[k].to(device), gradient)
+                entering = through_block(run, entered[k], gradient)
             except (RuntimeError, NotImplementedError) as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
@@ -167,7 +168,7 @@ def _back(
     return sums
 
 
-def _listen(sums: Statistics) -> Callable[[nn.Module, tuple, Tensor], None]:
+def _listen(sums: SiteSums) -> Callable[[nn.Module, tuple, Tensor], None]:
     """Return a hook that adds the gradients of a linear's outputs to `sums`."""
 
     def hook(module: nn.Module, args: tuple, out: Tensor) -> None:
@@ -185,7 +186,7 @@ def draw(logits: Tensor, generator: torch.Generator) -> Tensor:
     return below.sum(-1).clamp(max=logits.shape[-1] - 1)
 
 
-def _stored(name: str, sums: Statistics) -> Tensor:
+def _stored(name: str, sums: SiteSums) -> Tensor:
     """Return G with mean diagonal 1 in float16, whose rounding errors are far below the damping."""
     curvature = sums.finish().hessian
     mean = curvature.diagonal().mean()

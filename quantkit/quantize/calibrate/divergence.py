@@ -23,15 +23,15 @@ def of_tokens(
     """Return the KL divergence of each token in nats, `[tokens]` in float64 on the CPU. teacher, student:
     functions from states to logits. pairs: (teacher's, student's) final hidden states
     `[batch, tokens, hidden]`."""
-    found, size = [], chunk_tokens(vocabulary)
+    divergences, size = [], chunk_tokens(vocabulary)
     with torch.no_grad():
         for both in pairs:
-            parts = (states.flatten(0, 1).split(size) for states in both)
-            found += [kl(teacher(a), student(b)).cpu() for a, b in zip(*parts, strict=True)]
-    return torch.cat(found).double()
+            chunks = (states.flatten(0, 1).split(size) for states in both)
+            divergences += [kl(teacher(a), student(b)).cpu() for a, b in zip(*chunks, strict=True)]
+    return torch.cat(divergences).double()
 
 
-def of_logits(expected: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+def of_logits(teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
     """Return the KL divergence of each token in nats, and 1.0 where both predictions are the same token, else
     0.0, float32 `[tokens]`, from logits `[tokens, vocabulary]`.
 
@@ -39,12 +39,12 @@ def of_logits(expected: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
     than the work itself.
     """
 
-    def work(expected: Tensor, found: Tensor) -> Tensor:
-        original, log_probs = (torch.log_softmax(logits.float(), -1) for logits in (expected, found))
-        same = original.argmax(-1) == log_probs.argmax(-1)
-        return torch.stack([of_log_probs(original, log_probs), same.float()], 1)
+    def work(*logits: Tensor) -> Tensor:
+        teacher, student = (torch.log_softmax(side.float(), -1) for side in logits)
+        same = teacher.argmax(-1) == student.argmax(-1)
+        return torch.stack([of_log_probs(teacher, student), same.float()], 1)
 
-    return by_rows(work, torch.empty(len(found), 2, device=found.device), expected, found).unbind(1)
+    return by_rows(work, torch.empty(len(student), 2, device=student.device), teacher, student).unbind(1)
 
 
 def nll(logits: Tensor, targets: Tensor) -> Tensor:
@@ -58,14 +58,10 @@ def nll(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def kl(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return the KL divergence of each prediction in nats, `[...]` in float32, from logits
-    `[..., vocabulary]`."""
-    expected = torch.log_softmax(teacher.float() / temperature, -1)
-    found = torch.log_softmax(student.float() / temperature, -1)
-    return of_log_probs(expected, found)
+    """Return the KL divergence in nats, `[...]` in float32, from logits `[..., vocabulary]`."""
+    return of_log_probs(*(torch.log_softmax(side.float() / temperature, -1) for side in (teacher, student)))
 
 
-def of_log_probs(expected: Tensor, found: Tensor) -> Tensor:
-    """Return the KL divergence `[...]` of each prediction in nats, from log-probabilities
-    `[..., vocabulary]`."""
-    return (expected - found).mul_(expected.exp()).sum(-1)
+def of_log_probs(teacher: Tensor, student: Tensor) -> Tensor:
+    """Return the KL divergence in nats, `[...]`, from log-probabilities `[..., vocabulary]`."""
+    return (teacher - student).mul_(teacher.exp()).sum(-1)

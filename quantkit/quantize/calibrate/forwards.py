@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.layouts import Statistic
-from quantkit.quantize.calibrate.capture import Statistics
+from quantkit.quantize.calibrate.capture import SiteSums
 from quantkit.quantize.calibrate.sites import Site
 
 Each = Callable[[Callable[[int], Any], int], Iterator[Any]]  # how `run(0)` to `run(count - 1)` are called
@@ -32,12 +32,12 @@ def gather_together(
     run: Callable[[int], Tensor],
     batches: int,
     each: Each,
-) -> dict[Site, Statistics]:
+) -> dict[Site, SiteSums]:
     """Return sums over the inputs of independent sites, from one forward pass that ends at the last site.
 
     The sites' own weights are not used, so experts are not even read.
     """
-    gathered = {site: Statistics(site.in_features, device, needs) for site in sites}
+    gathered = {site: SiteSums(site.in_features, device, needs) for site in sites}
 
     def listen(linear: nn.Module, site: Site) -> Callable[[Tensor], Tensor]:
         def forward(hidden: Tensor) -> Tensor:
@@ -139,8 +139,7 @@ def repeated(
     each: Each = lambda run, count: map(run, range(count)),
     whole: bool = False,
 ) -> Iterator[Tensor]:
-    """Yield the inputs of a linear, batch by batch and call by call. Each forward pass stops there, or runs
-    to its end if `whole`."""
+    """Yield a linear's inputs by batch and call. A forward pass stops there, or, if `whole`, goes on."""
     seen: list[Tensor] = []
 
     def stop(module: nn.Module, args: tuple) -> None:

@@ -6,7 +6,6 @@ Hidden states pass through the blocks as in the loop, with one block in memory a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,13 +29,8 @@ if TYPE_CHECKING:
     from quantkit.models.gguf.imatrix import Imatrix
 
 
-@dataclass(frozen=True)
-class Importance:
-    """sums: Σx² of each input column, float32 `[in]`, by stored name of a linear. tokens: number of tokens in
-    the sum; experts have fewer."""
-
-    sums: dict[str, Tensor]
-    tokens: dict[str, int]
+# By stored name of a linear: Σx² of each input column, float32 `[in]`, and its number of tokens.
+Importance = dict[str, tuple[Tensor, int]]
 
 
 def gather(
@@ -57,20 +51,17 @@ def gather(
         skeleton.load_rest()
     states = embedded(batches, skeleton.embed, skeleton.device, place)
     names = {(spec.block, spec.local): spec.name for spec in linears(skeleton)}
-    sums: dict[str, Tensor] = {}
-    tokens: dict[str, int] = {}
+    gathered: Importance = {}
     progress.start(len(skeleton.blocks), 0)
-    for index, block in walk.blocks(skeleton, lambda index: (None, True), timings):
-        for local, (squares, count) in _block(skeleton, index, block, states, timings).items():
-            sums[names[index, local]], tokens[names[index, local]] = squares, count
+    for index, block in walk.blocks(skeleton, timings=timings):
+        of_block = _block(skeleton, index, block, states, timings)
+        gathered |= {names[index, local]: importance for local, importance in of_block.items()}
         progress.block(index, replayed=False)
-    return Importance(sums, tokens)
+    return gathered
 
 
-def _block(
-    skeleton: Skeleton, index: int, block: nn.Module, states: States, timings: Timings
-) -> dict[str, tuple[Tensor, int]]:
-    """Return Σx² and tokens by name in block `index`. `states` are replaced by the block's outputs."""
+def _block(skeleton: Skeleton, index: int, block: nn.Module, states: States, timings: Timings) -> Importance:
+    """Return the importance by name in block `index`. `states` are replaced by the block's outputs."""
     probe = distributed.broadcast(lambda: states[0][:1, :PROBE_TOKENS].clone())
     sites = find_sites(block, lambda: skeleton.run_block(index, probe))
     sites = [site for site in sites if site.linears]
@@ -95,7 +86,7 @@ def of_head(skeleton: Skeleton, batches: Sequence[Tensor], place: Place | None =
     """
     states = walk.through(skeleton, batches, decoded=True, place=place)
     head = skeleton.model.get_output_embeddings()
-    sums = capture.Statistics(head.in_features, skeleton.device)
+    sums = capture.SiteSums(head.in_features, skeleton.device)
     for hidden in states:
         for inputs in repeated(head, lambda k, hidden=hidden: skeleton.logits(hidden[k]), len(hidden)):
             sums.add(inputs)
@@ -109,12 +100,13 @@ def as_imatrix(gathered: Importance, names: Mapping[str, str], calibrated: Calib
     from quantkit.models.gguf.imatrix import Imatrix  # `gguf` takes a while to import
 
     made = calibrated.provenance
-    by_name: dict[str, list[str]] = {}
+    by_name: dict[str, list[tuple[Tensor, int]]] = {}
     for linear, name in names.items():
-        if linear in gathered.sums:
-            by_name.setdefault(name, []).append(linear)
+        if linear in gathered:
+            by_name.setdefault(name, []).append(gathered[linear])
     sums, counts = {}, {}
-    for name, parts in by_name.items():
-        sums[name] = torch.stack([gathered.sums[part] for part in parts]).squeeze(0)
-        counts[name] = torch.tensor([float(gathered.tokens[part]) for part in parts])
+    for name, experts in by_name.items():
+        squares, tokens = zip(*experts, strict=True)
+        sums[name] = torch.stack(squares).squeeze(0)
+        counts[name] = torch.tensor(tokens, dtype=torch.float32)
     return Imatrix(sums, counts, (made.source,), chunk_count=made.samples, chunk_size=made.seqlen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from quantkit.models.machine import distributed
 from quantkit.models.machine.memory import MAPPED_BYTES, return_freed_pages
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import capture
-from quantkit.quantize.calibrate.capture import Statistics
+from quantkit.quantize.calibrate.capture import SiteSums
 from quantkit.quantize.calibrate.execution import Execution
 from quantkit.quantize.calibrate.original import Original
 from quantkit.quantize.calibrate.sites import Block, Site
@@ -71,41 +72,43 @@ class Measuring:
     def at_once(self, sites: Sequence[Site], sample: float = 1.0) -> dict[Site, SiteStatistics]:
         """Return the statistics of all these sites with the present weights, from one forward pass. sample:
         share of the sequences, evenly spaced."""
-        own = distributed.span(self.batches)
-        every, sequences = range(0, self.batches, round(1 / sample)), len(self.states[0])
-        sampled = sample * sequences * self.batches
-        most = math.ceil(sampled / len(every))  # sequences of a batch: fewer than all where batches are few
-        every = [k - own.start for k in every if k in own]
+        span, sequences = distributed.span(self.batches), len(self.states[0])
+        sampled = range(0, self.batches, round(1 / sample))
+        # sequences of a batch: fewer than all where batches are few
+        most = math.ceil(sample * sequences * self.batches / len(sampled))
+        batches = [k - span.start for k in sampled if k in span]
         run, whole = self.run(most), sample == 1
-        outputs = self.in_step(lambda k: run(every[k]), len(every))
+        outputs = self.in_step(lambda position: run(batches[position]), len(batches))
         with self.timings("forward"):
             gathered = capture.gather(
                 self.block.module, sites, self.needs, self.skeleton.device,
-                lambda: list(map(len, outputs)),
+                lambda: deque(outputs, maxlen=0),
                 self.original.counterpart if whole and self.original else lambda site: None,
             )  # fmt: skip
         measured = {site: self.finished(site, sums) for site, sums in gathered.items()}
         layers: dict[str, SiteStatistics] = {}
-        return {site: self.mixed(layers, site, own) for site, own in measured.items()}
+        return {site: self.mixed(layers, site, statistics) for site, statistics in measured.items()}
 
-    def mixed(self, layers: dict[str, SiteStatistics], site: Site, own: SiteStatistics) -> SiteStatistics:
+    def mixed(
+        self, layers: dict[str, SiteStatistics], site: Site, statistics: SiteStatistics
+    ) -> SiteStatistics:
         """Return the statistics that a site is solved with. An expert's are mixed with those of its whole
         layer; the layer's are measured first and kept in `layers`."""
         if site.linears:
-            return own.mixed(layers[site.pool], self.choice) if site.pool else own
+            return statistics.mixed(layers[site.pool], self.choice) if site.pool else statistics
         layers.clear()
-        layers[site.pool] = own
-        return own
+        layers[site.pool] = statistics
+        return statistics
 
     def summed(self, site: Site, inputs: Iterable[Tensor]) -> SiteStatistics:
         """Return a site's statistics from all batches of its inputs."""
-        sums = Statistics(site.in_features, self.skeleton.device, self.needs)
+        sums = SiteSums(site.in_features, self.skeleton.device, self.needs)
         for k, batch in enumerate(self.timings.waiting("forward", inputs)):
             with self.timings("hessian", wait=False):
                 sums.add(batch, self.original.counterpart(site, k) if self.original else None)
         return self.finished(site, sums)
 
-    def finished(self, site: Site, sums: Statistics) -> SiteStatistics:
+    def finished(self, site: Site, sums: SiteSums) -> SiteStatistics:
         """Return a site's statistics from `sums`. Raises QuantkitError if activations are not finite."""
         with self.timings("hessian"):
             statistics = sums.finish()

@@ -47,25 +47,24 @@ class Original:
         self._skeleton, self._index, self._block = skeleton, block.index, block.module
         self._original, self._states = original, states
         self._at = {k: at for at, k in enumerate(sample)}
-        self._where = original.home
+        self._home = original.home
         # each forward that is suspended has its own; probing ones have none
         self._batch: ContextVar[int | None] = ContextVar("batch", default=None)
         self._inputs: dict[Site, Batches] = {site: {} for site in block.around if site.calls == 1}
         run = partial(skeleton.run_block, block.index)
         self.writers = find_writers(block.module, block.sites, run, block.probe)
-        self._theirs: dict[str, Batches] = {name: {} for name in self.writers[:-1]}
-        self._ours: dict[str, Batches] = {name: {} for name in self.writers[:-1]}
+        self._original_outputs: dict[str, Batches] = {name: {} for name in self.writers[:-1]}
+        self._outputs: dict[str, Batches] = {name: {} for name in self.writers[:-1]}
         self._scales: dict[Site, Tensor] = {}
         self.leaving = self._observe()
-        self._hooks, self._heard = ExitStack(), []
+        self._hooks, self._hooked = ExitStack(), []
 
     def run(self, k: int, most: int | None = None) -> Tensor:
-        """Return the block's present output for batch k of the quantized model. most: only its first
-        sequences."""
-        writers = [self._block.get_submodule(name) for name in self._ours]
-        if writers != self._heard:  # the first time, or since a layout's own module replaced a linear
+        """Return the block's output for batch k of the quantized model. most: its first sequences alone."""
+        writers = [self._block.get_submodule(name) for name in self._outputs]
+        if writers != self._hooked:  # the first time, or since a layout's own module replaced a linear
             self._hooks.close()
-            self._hooks, self._heard = self._listen(self._ours, self._skeleton.device), writers
+            self._hooks, self._hooked = self._listen(self._outputs, self._skeleton.device), writers
         return self._run(k if k in self._at else None, self._states[k][:most])
 
     def _run(self, k: int | None, hidden: Tensor) -> Tensor:
@@ -97,34 +96,33 @@ class Original:
         self._scales.update(scales)
 
     def _hidden(self, name: str, k: int) -> tuple[Tensor, Tensor]:
-        """Return the hidden states that a writer adds to, original minus quantized, and the original's root
-        mean squares."""
+        """Return the hidden states that a writer adds to, original minus quantized, and the RMS there."""
         hidden = self._original[self._at[k]].float()
-        ours = self._states[k].float()
+        quantized = self._states[k].float()
         take = dict.pop if name == self.writers[-1] else dict.__getitem__  # the last to ask
         for before in self.writers[: self.writers.index(name)]:
-            hidden = hidden + take(self._theirs[before], k).to(hidden.device, non_blocking=True)
-            ours = ours + take(self._ours[before], k)
-        return hidden - ours, hidden.square().mean(-1).sqrt_()
+            hidden = hidden + take(self._original_outputs[before], k).to(hidden.device, non_blocking=True)
+            quantized = quantized + take(self._outputs[before], k)
+        return hidden - quantized, hidden.square().mean(-1).sqrt_()
 
     def close(self) -> None:
         """Remove the hooks and free all kept tensors."""
         self._hooks.close()
-        for kept in (*self._inputs.values(), *self._theirs.values(), *self._ours.values()):
+        for kept in (*self._inputs.values(), *self._original_outputs.values(), *self._outputs.values()):
             kept.clear()
 
     def _observe(self) -> list[Tensor]:
         """Run the original states through the block and return its outputs."""
-        with self._listen(self._theirs, self._where) as stack:
+        with self._listen(self._original_outputs, self._home) as stack:
             for site, kept in self._inputs.items():
                 hook = self._block.get_submodule(site.module).register_forward_pre_hook(
-                    lambda module, args, kept=kept: self._keep(kept, args[0], self._where)
+                    lambda module, args, kept=kept: self._keep(kept, args[0], self._home)
                 )
                 stack.callback(hook.remove)
             batches = list(self._at)
             run = lambda at: self._run(batches[at], self._original[at])  # noqa: E731
             outputs = self._skeleton.in_step(self._index, run, len(batches))
-            return [to_host(output) if self._where.type == "cpu" else output for output in outputs]
+            return [to_host(output) if self._home.type == "cpu" else output for output in outputs]
 
     def _listen(self, kept: dict[str, Batches], where: torch.device) -> ExitStack:
         """Keep the outputs of writers until the returned stack is closed."""

@@ -36,8 +36,7 @@ class Replay:
             run(hidden)
 
     def nudged(self, nudge: Tensor, silent: Sequence[str], writer: str) -> Tensor:
-        """Return the block's output if `nudge` is added to the output of `writer`. Modules `silent` return
-        zeros."""
+        """Return the block's output if `writer` returns `nudge` more, and modules `silent` return zeros."""
 
         def add(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
             return output + nudge.reshape(output.shape) if output.numel() == nudge.numel() else output
@@ -107,10 +106,12 @@ def _proven(block: nn.Module, candidates: Sequence[str], run: Run, hidden: Tenso
 def _in_float32(block: nn.Module) -> Iterator[None]:
     """Let a block compute in float32 in the context, except for experts, which return their inputs: some are
     not in memory. Their output must not be zero, else a linear whose output is added to it would be found."""
-    layers = [part for part in block.modules() if isinstance(part, Experts)]
-    inside = {part for layer in layers for part in layer.modules()}
-    modules = [part for part in block.modules() if part not in inside]
-    kept = [(tensors, dict(tensors)) for part in modules for tensors in (part._parameters, part._buffers)]
+    layers = [module for module in block.modules() if isinstance(module, Experts)]
+    inside = {module for layer in layers for module in layer.modules()}
+    modules = [module for module in block.modules() if module not in inside]
+    kept = [
+        (tensors, dict(tensors)) for module in modules for tensors in (module._parameters, module._buffers)
+    ]
     try:
         for layer in layers:
             layer.forward = lambda hidden, *routing: hidden

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantkit.models.machine import distributed
 from quantkit.quantize.calibrate import forwards
-from quantkit.quantize.calibrate.capture import Statistics
+from quantkit.quantize.calibrate.capture import SiteSums
 from quantkit.quantize.calibrate.measure import Measuring
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.calibrate.statistics import SiteStatistics
@@ -68,7 +68,7 @@ def suspended(measuring: Measuring, advance: Advance) -> Iterator[Visit]:
 def repeated(measuring: Measuring, advance: Advance) -> Iterator[Visit]:
     """Run all batches again up to each site, but only once for several experts' sites that fit in memory."""
     block, run, layers = measuring.block, measuring.run(), {}
-    gathered: dict[Site, Statistics] = {}
+    gathered: dict[Site, SiteSums] = {}
     at_once, count = measuring.execution.at_once, len(measuring.states)
 
     def unmixed(site: Site) -> SiteStatistics:

@@ -39,8 +39,7 @@ class Drift:
 class SiteStatistics(dict[Statistic, Any]):
     """The statistics of one site that a job needs, and no others. tokens: number of rows of the inputs X.
 
-    Values are float32 tensors: HESSIAN `[in, in]`, INPUTS `[few, in]`, FOURTH `[2, in]`, others `[in]`. DRIFT
-    is a `Drift`.
+    Values are float32: HESSIAN `[in, in]`, INPUTS `[few, in]`, FOURTH `[2, in]`, others `[in]`; or a Drift.
     """
 
     def __init__(self, values: Mapping[Statistic, Any] | None = None, tokens: int = 0):
@@ -83,12 +82,15 @@ class SiteStatistics(dict[Statistic, Any]):
         2004 shrink likewise, towards the identity). An expert without tokens has the layer's statistics.
         """
         mixed = SiteStatistics(self, self.tokens)
-        for statistic, own in self.items():
-            share = borrowed(self.tokens, own.shape[-1], choice)
+        for statistic, values in self.items():
+            share = borrowed(self.tokens, values.shape[-1], choice)
             if not share or statistic is Statistic.INPUTS or (statistic is Statistic.PEAK and self.tokens):
                 continue
             shared = layer[statistic]
-            mixed[statistic] = own.mul_(1 - share).add_(shared, alpha=share) if share < 1 else shared.clone()
+            if share < 1:
+                mixed[statistic] = values.mul_(1 - share).add_(shared, alpha=share)
+            else:
+                mixed[statistic] = shared.clone()
         return mixed
 
     def refuse_not_finite(self, linear: str, dtype: str) -> None:

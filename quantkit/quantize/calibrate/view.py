@@ -20,7 +20,8 @@ class BlockView:
     the layer-wide sites of experts; transforms change them in place. grids: by linear; None for a linear in
     16 bit. probe: runs the block, in float32, on a few tokens. stored: returns a parameter's values, by its
     name in the block, as storing rounds them. away: linears of experts that are not in memory; their sites
-    only have a number of tokens. read: loads one of these, until the next call.
+    only have a number of tokens. read: loads one of these, until the next call. expert: name of an
+    expert's module, if the view is of this expert alone; `probe` then runs it.
     """
 
     block: nn.Module
@@ -31,6 +32,7 @@ class BlockView:
     stored: Callable[[str, Tensor], Tensor]
     away: frozenset[str] = frozenset()
     read: Callable[[str], nn.Module] | None = None
+    expert: str = ""
 
     def linear(self, name: str) -> nn.Module:
         """Return a linear with its values, read if it is not in memory."""
@@ -39,6 +41,10 @@ class BlockView:
     def is_away(self, site: Site) -> bool:
         """Return whether a site belongs to an expert that is not in memory."""
         return not self.away.isdisjoint(site.linears)
+
+    def shared(self, site: Site) -> Site:
+        """Return the site at which all experts of a layer read, for an expert's site; others unchanged."""
+        return Site((), site.pool) if site.pool and not self.expert else site
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,21 @@ from quantkit.quantize.timings import Timings
 
 # Where a block is read from (None: the skeleton's own checkpoint), and `decoded`: see `Skeleton.load_block`.
 Source = tuple[Checkpoint | None, bool]
+DECODED: Source = (None, True)
 
 
 def blocks(
     skeleton: Skeleton,
-    source: Callable[[int], Source],
+    source: Callable[[int], Source] = lambda index: DECODED,
     timings: Timings | None = None,
     only: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, nn.Module]]:
     """Yield every block, or only some, with its index; a block is freed when the next one is loaded.
 
-    source: returns the arguments of `Skeleton.load_block` for a block. On an accelerator the next block is
-    read from disk into pinned host memory meanwhile. It is not copied ahead: the copy takes hundredths of a
-    second, and two blocks would be on the device.
+    source: returns the arguments of `Skeleton.load_block` for a block; by default it is decoded from the
+    skeleton's checkpoint. On an accelerator the next block is read from disk into pinned host memory
+    meanwhile. It is not copied ahead: the copy takes hundredths of a second, and two blocks would be on the
+    device.
     """
     timings, indices = timings or Timings(), range(len(skeleton.blocks)) if only is None else only
     ahead: Future[FetchedBlock] | None = None

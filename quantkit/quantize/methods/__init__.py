@@ -41,8 +41,7 @@ def available() -> list[str]:
 
 
 def load(name: str) -> type[Method]:
-    """Import a method's class, which is named like its file: `nf4.py` has `Nf4`. For an unknown name, the
-    QuantkitError lists similar ones."""
+    """Import a method's class: `nf4.py` has `Nf4`. QuantkitError lists names similar to an unknown one."""
     one_of(name, available(), f"no method {name!r}")
     return vars(importlib.import_module(f"{__name__}.{name}"))[name.capitalize()]
 
@@ -54,8 +53,7 @@ def create(name: str, **options: Any) -> Method:
 
 
 def summary(name: str) -> str:
-    """Return the docstring of a method's class, read from its source: importing all methods would slow the
-    help."""
+    """Return the docstring of a method's class, read from its source, so that the help imports no method."""
     source = Path(find_spec(f"{__name__}.{name}").origin).read_text(encoding="utf-8")
     line = re.search(r'^class \w+\(\w*Method\):\n    """(.+)"""$', source, re.MULTILINE)
     return line[1] if line else load(name).__doc__
@@ -174,8 +172,7 @@ class Method(ABC):
         raise NotImplementedError
 
     def overridden(self, in_features: int, override: Override) -> Width:
-        """Return bits and group size of the grid of a linear with an override. Raises QuantkitError if the
-        method has no such grid."""
+        """Return bits and group size of a linear with an override; QuantkitError if there is no such grid."""
         raise override.refused(f"{self.options.format or self.name} has one width")
 
     def grid(self, width: Width, name: str) -> Grid:
@@ -195,8 +192,7 @@ class Method(ABC):
         return kind(options.damp, options.act_order, options.refine, options.target)
 
     def transform(self, solver: Solver) -> ColumnScaling | None:
-        """Return the transform of each block for `--transform`; with rtn, "auto" is None and needs no
-        text."""
+        """Return the transform of each block for `--transform`; with rtn, "auto" is None: no text."""
         from quantkit.quantize.transforms.auto import FeedbackScaling
         from quantkit.quantize.transforms.awq import AwqScaling
 
@@ -205,8 +201,7 @@ class Method(ABC):
         return AwqScaling() if self.options.transform == "awq" else None
 
     def build(self, skeleton: Skeleton | None = None, calibrated: bool = False) -> BuiltMethod:
-        """Return the parts of a job with this method. skeleton: the model, if there is one. calibrated: the
-        user gave calibration text."""
+        """Return the parts of a job. skeleton: the model, if there is one. calibrated: by the user's text."""
         from quantkit.quantize.outputs.folder import Output
 
         layout, dtype = self.layout, skeleton.checkpoint.config.dtype if skeleton else None

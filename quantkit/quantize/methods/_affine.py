@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
-from quantkit.layouts import Width, spec_of_shape
+from quantkit.layouts import Layout, Width, spec_of_shape
+from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
+from quantkit.layouts.compressed_tensors.integers import PackQuantized
+from quantkit.layouts.mlx import MlxLayout
 from quantkit.quantize.methods import Method
 
 if TYPE_CHECKING:
@@ -44,12 +47,18 @@ class AffineMethod(Method):
             raise QuantkitError(what, hint, UNSUPPORTED)
         super().check()
 
+    def _other_layout(self, inputs: str = "") -> Layout:
+        """Return the layout for `--layout mlx` or `compressed-tensors`. inputs: type of linears' inputs."""
+        bits, group_size = self.options.bits, self.options.group_size
+        if self.options.layout == "mlx":
+            return MlxLayout(bits, group_size)
+        return CompressedTensorsLayout(PackQuantized(bits, group_size, self.options.sym, inputs))
+
     def width(self, in_features: int) -> Width:
         return self._width(self.options.bits, self.options.group_size, in_features)
 
     def overridden(self, in_features: int, override: Override) -> Width:
-        """Return the override's bits, and its group size or else the method's. Raises QuantkitError if no
-        layout has them."""
+        """Return the override's bits and group size; QuantkitError if no layout has them."""
         size = self.options.group_size if override.group_size is None else override.group_size
         check_grid(override.bits, size, override.flag)
         return self._width(override.bits, size, in_features)

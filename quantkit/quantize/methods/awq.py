@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, Literal
 from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.layouts import Layout, Width
 from quantkit.layouts.awq import AwqLayout
-from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
-from quantkit.layouts.compressed_tensors.integers import PackQuantized
-from quantkit.layouts.mlx import MlxLayout
 from quantkit.options import option
 from quantkit.quantize.methods import MethodOptions, Work, _options
 from quantkit.quantize.methods._affine import AffineMethod, check_grid
@@ -63,11 +60,9 @@ class Awq(AffineMethod):
     @property
     def layout(self) -> Layout:
         options = self.options
-        if options.layout == "awq":
-            return AwqLayout(options.group_size, not options.sym)
-        if options.layout == "mlx":
-            return MlxLayout(options.bits, options.group_size)
-        return CompressedTensorsLayout(PackQuantized(options.bits, options.group_size, options.sym))
+        if options.layout != "awq":
+            return self._other_layout()
+        return AwqLayout(options.group_size, not options.sym)
 
     def check(self) -> None:
         options = self.options

@@ -184,7 +184,7 @@ class Gguf(Method):
         left_out = copied_modules(skeleton.model, skeleton.names, checkpoint)
         output = GgufOutput(
             targets=tuple(targets),
-            chosen={choice.name: choice.type for choice in choices},
+            types={choice.name: choice.type for choice in choices},
             metadata=metadata.assemble(checkpoint, targets, label, tokenizer),
             imatrix=importance,
             gathers=origin == "auto",
@@ -200,7 +200,7 @@ class Gguf(Method):
         def make_grid(name: str, in_features: int, override: Override | None) -> BlockGrid | None:
             if override:
                 self.overridden(in_features, override)
-            type = output.chosen.get(linears.get(name))
+            type = output.types.get(linears.get(name))
             return named(type) if solved and type in TYPES else None
 
         solver = self.solver() if solved else RtnSolver()

@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import USAGE, QuantkitError, one_of, require
 from quantkit.layouts import Layout, Width
-from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
-from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.layouts.gptq import SPLIT, GptqLayout
-from quantkit.layouts.mlx import MlxLayout
 from quantkit.options import option
 from quantkit.quantize.methods import MethodOptions, Work, _options
 from quantkit.quantize.methods._affine import AffineMethod
@@ -81,13 +78,8 @@ class Gptq(AffineMethod):
     @property
     def layout(self) -> Layout:
         options = self.options
-        if options.layout == "mlx":
-            return MlxLayout(options.bits, options.group_size)
-        if options.layout == "compressed-tensors":
-            inputs = options.activations.removesuffix("16bit")
-            return CompressedTensorsLayout(
-                PackQuantized(options.bits, options.group_size, options.sym, inputs)
-            )
+        if options.layout != "gptq":
+            return self._other_layout(options.activations.removesuffix("16bit"))
         return GptqLayout(
             bits=options.bits,
             group_size=options.group_size,

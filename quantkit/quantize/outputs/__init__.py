@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.files.checkpoint import Checkpoint
@@ -16,9 +13,11 @@ from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.linears import kept_parameters
 from quantkit.models.skeleton.names import CopiedModule, copied_modules
+from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.staging.folder import Staging
 
-Batches = Sequence[Tensor]  # token ids, `[batch, tokens]` each
+# Measures the inputs of the head, in one pass of the calibration text through the unquantized blocks.
+MeasureHead = Callable[[], SiteStatistics]
 
 
 @dataclass(frozen=True)
@@ -171,9 +170,8 @@ class Planned(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """An output in progress at `place` in the staging folder. output: a folder's or a GGUF file's Output."""
+    """An output in progress in its staging folder. output: a folder's or a GGUF file's Output."""
 
     output: Any
     material: Material
-    place: Path
     manifest: dict

@@ -21,7 +21,7 @@ from quantkit.models.machine.device import fallbacks
 from quantkit.models.machine.expert_share import expert_of
 from quantkit.models.machine.memory import mapped, return_freed_pages
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.calibrate import walk
+from quantkit.quantize.calibrate import importance, walk
 from quantkit.quantize.calibrate.states import HERE, Place
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import Draft, ExpertTokens, Loss, Summary, loss
@@ -53,7 +53,7 @@ def finish(
     source. Frees the jobs' skeleton. A job killed in this function repeats all of it when resumed.
     """
     progress.phase("writing the checkpoint")
-    drafts = [Draft(job.method.output, job.material, job.staging.place, manifest(job)) for job in jobs]
+    drafts = [Draft(job.method.output, job.material, manifest(job)) for job in jobs]
     with timings("write"), ExitStack() as assembled:
         for job in jobs:
             assembled.enter_context(job.staging.assemble())
@@ -71,7 +71,7 @@ def finish(
     summaries = []
     for job, draft in zip(jobs, drafts, strict=True):
         with timings("verify"):
-            measured = _verify(job, draft.place, final_states, reference, expected)
+            measured = _verify(job, final_states, reference, expected)
         dtype = job.plan.execution.dtype
         if expected and (warning := loss.warning(measured, job.request.method.options, dtype)):
             progress.warn(warning)
@@ -108,13 +108,14 @@ def manifest(job: Job) -> dict:
 
 
 def _verify(
-    job: Job, place: Path, states: Tensor | None, logits: Tensor | None, expected: loss.Expected | None
+    job: Job, states: Tensor | None, logits: Tensor | None, expected: loss.Expected | None
 ) -> Loss | None:
     """Read the output back and run the loop's first batch and the held-back tokens through it, block by
     block. Return the loss on the held-back tokens. states, logits: of the first batch; None: not known, then
     only check that the output is complete. expected: predictions of the original model.
     """
-    written = open_checkpoint(str(place), trust_remote_code=job.request.trust_remote_code)
+    path = job.staging.assembled
+    written = open_checkpoint(str(path), trust_remote_code=job.request.trust_remote_code)
     skeleton = Skeleton(written, job.skeleton.dtype, job.skeleton.device)
     skeleton.names.check_complete()
     batches = [] if states is None else job.batches[:1]
@@ -126,18 +127,18 @@ def _verify(
     final = walk.through(skeleton, batches, place=HERE)
     if states is not None:
         pairs = {"hidden states": (final[0], states), "logits": (skeleton.logits(final[0][0, LAST]), logits)}
-        refuse_unlike(pairs, job.plan.execution.dtype, place)
+        refuse_unlike(pairs, job.plan.execution.dtype, path)
     return loss.of_output(expected, skeleton, final[len(batches) - 1]) if expected else None
 
 
-def refuse_unlike(pairs: Mapping[str, tuple[Tensor, Tensor]], dtype: str, place: Path) -> None:
-    """Raise QuantkitError (exit code 6) if values computed from the files at `place` differ from the
+def refuse_unlike(pairs: Mapping[str, tuple[Tensor, Tensor]], dtype: str, path: Path) -> None:
+    """Raise QuantkitError (exit code 6) if values computed from the files at `path` differ from the
     expected. pairs: name -> (computed, expected)."""
     for what, (computed, expected) in pairs.items():
         difference = token_distances(computed, expected).max().item()
         if not difference <= VERIFY_TOLERANCE[dtype]:
             raise QuantkitError(
-                f"the checkpoint read back from {place} computes {what} that differ by {difference:.2g} "
+                f"the checkpoint read back from {path} computes {what} that differ by {difference:.2g} "
                 "from the expected ones",
                 hint=FAULTY,
                 exit_code=VERIFICATION,
@@ -160,25 +161,24 @@ def _expert_tokens(job: Job, records: Sequence[dict]) -> ExpertTokens | None:
 def of_finished(job: Job) -> Summary:
     """Return the report of a job whose output exists already, from the manifest. job: prepared as for a dry
     run. A GGUF file does not store seconds."""
-    place, timings = job.method.output.paths(job.material)[0], Timings()
+    path, timings = job.method.output.paths(job.material)[0], Timings()
     try:
-        if (stored := place / TIMINGS).is_file():
+        if (stored := path / TIMINGS).is_file():
             seconds = untrusted.parse(untrusted.read(stored))
             timings = Timings(seconds=dict(seconds["seconds"]), notes=list(seconds["steps_down"]))
-        manifest = headers.at(str(place), place).manifest
+        manifest = headers.at(str(path), path).manifest
         measured = Loss(**manifest["loss"]) if manifest.get("loss") else None
         records = [linear for linear in manifest["linears"] if "error" in linear]
         return summarize(job, timings, measured, records)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        what = f"the manifest or the timings of {place} are damaged: {first_line(error)}"
+        what = f"the manifest or the timings of {path} are damaged: {first_line(error)}"
         raise QuantkitError(what, "make it again with --overwrite") from error
 
 
 def summarize(
     job: Job, timings: Timings, measured: Loss | None, records: Sequence[dict] | None = None
 ) -> Summary:
-    """Return the report of a job whose output is verified. measured: its loss. records: of its linears, if
-    none is staged."""
+    """Return the report of a verified job. measured: its loss. records: of linears that are not staged."""
     records = job.staging.records() if records is None else records
 
     def recorded(key: str) -> dict[str, Any]:
@@ -213,10 +213,7 @@ def summarize(
 
 
 def importance_of(jobs: Sequence[Job], timings: Timings, progress: Progress) -> Imatrix | None:
-    """Return the importance of input columns for outputs without a solver: the given matrix, or one measured
-    on calibration text."""
-    from quantkit.quantize.calibrate import importance  # other jobs do without its libraries
-
+    """Return the importance of columns for outputs without a solver: as given, or as measured on text."""
     job = next((job for job in jobs if job.method.output.gathers), jobs[0])
     output = job.method.output
     if not output.gathers:

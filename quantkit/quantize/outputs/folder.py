@@ -23,8 +23,7 @@ from quantkit.models.files.reading import Computed, stacked
 from quantkit.models.files.safetensors_folder import TensorInfo, read_json
 from quantkit.models.machine.device import machine_of
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.calibrate.states import Place
-from quantkit.quantize.outputs import Batches, Draft, Material, Planned, Sizes, Summary, outside
+from quantkit.quantize.outputs import Draft, Material, MeasureHead, Planned, Sizes, Summary, outside
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
 from quantkit.tables import megabytes
@@ -44,6 +43,10 @@ class Output:
 
     needs = frozenset()
     left_out: Mapping[str, int] = MappingProxyType({})
+
+    def of_job(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> Output:
+        """Return the output of a job with these linears."""
+        return self
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
         """Return the exact sizes of the output, computed from shapes."""
@@ -73,7 +76,7 @@ class Output:
         """Return the number of parameters in the output."""
         return skeleton.parameters
 
-    def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
+    def planned(self, specs: Sequence[LinearSpec]) -> list[Planned]:
         """Return every linear of the blocks with its format, by the checkpoint's names."""
         return [
             Planned(
@@ -90,44 +93,44 @@ class Output:
         return {module.name: module.nbytes for module in material.outside}
 
     def install_rest(
-        self, material: Material, solver: Solver, batches: Batches, progress: Progress, place: Place
+        self, material: Material, solver: Solver, measure_head: MeasureHead, progress: Progress
     ) -> None:
-        """Install tensors outside the blocks as the output stores them, before the first block runs. place:
-        where hidden states are kept. A folder stores all but the embedding unchanged."""
+        """Install tensors outside the blocks as the output stores them, before the first block runs. A folder
+        stores all but the embedding unchanged."""
         if copied := self.copied(material):
             progress.phase(f"copying byte for byte: {name_all(copied)}")
         for row in (row for row in material.specs if row.embedding):
-            outside.install_embedding(row, material, solver, batches, progress, place)
+            outside.install_embedding(row, material, solver, measure_head, progress)
 
     def write(self, drafts: Sequence[Draft], imatrix: Imatrix | None, progress: Progress) -> None:
         """Write the output with its manifest, except for what `describe` adds. Folders are written one at a
         time, several GGUF files in one pass over the source."""
         (draft,) = drafts
-        material, place = draft.material, draft.place
-        place.mkdir()
+        material, path = draft.material, draft.material.staging.assembled
+        path.mkdir()
         checkpoint = material.checkpoint
         infos = {name: checkpoint.plain(info) for name, info in material.untouched().items()}
         infos = _as_stored(checkpoint, infos | material.staging.tensors())
         infos = stacked(infos, material.layout.stacks(infos))
-        safetensors_folder.write_folder(place, infos.values(), material.shard_bytes, checkpoint.data)
-        checkpoint.write_companions(place)
+        safetensors_folder.write_folder(path, infos.values(), material.shard_bytes, checkpoint.data)
+        checkpoint.write_companions(path)
         config = material.layout.configured(checkpoint.raw_config, material.config)
-        write_json(place / "config.json", config)
+        write_json(path / "config.json", config)
         for name, content in material.files.items():
-            write_json(place / name, content)
+            write_json(path / name, content)
         copied = self.copied(material)
-        written = {"files": checksums.of_folder(place)}
-        write_json(place / MANIFEST, draft.manifest | written | ({"copied": copied} if copied else {}))
+        written = {"files": checksums.of_folder(path)}
+        write_json(path / MANIFEST, draft.manifest | written | ({"copied": copied} if copied else {}))
 
     def describe(self, draft: Draft, summary: Summary) -> None:
         """Add the loss, timings (they vary between equal jobs) and the card. Called after verification."""
-        manifest = read_json(draft.place / MANIFEST) | {"loss": summary.loss and asdict(summary.loss)}
-        write_json(draft.place / MANIFEST, manifest)
+        path = draft.material.staging.assembled
+        manifest = read_json(path / MANIFEST) | {"loss": summary.loss and asdict(summary.loss)}
+        write_json(path / MANIFEST, manifest)
         record = {"seconds": summary.seconds, "steps_down": summary.steps_down}
         record["machine"] = machine_of(draft.material.skeleton.device)
-        (draft.place / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")
-        made = model_card(draft.place, draft.material, draft.manifest, summary)
-        card.write(draft.place / card.CARD, *made)
+        (path / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")
+        card.write(path / card.CARD, *model_card(path, draft.material, draft.manifest, summary))
 
 
 def _copied(checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[TensorInfo]:
@@ -138,8 +141,7 @@ def _copied(checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[TensorI
 
 
 def _as_stored(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors; experts that the source stacks and that did not change become the stacked tensor
-    again."""
+    """Return the tensors; unchanged experts that the source stacks become its stacked tensor again."""
     layers: dict[str, list[str]] = {}
     for name, info in checkpoint.infos.items():
         if isinstance(info, Computed) and info.whole:
@@ -158,16 +160,16 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def model_card(
-    place: Path, material: Material, manifest: dict, summary: Summary
+    path: Path, material: Material, manifest: dict, summary: Summary
 ) -> tuple[dict[str, Any], str]:
-    """Return head and text (from card.md.jinja) of the model card for the hub. place: what was written."""
+    """Return head and text (from card.md.jinja) of the model card for the hub. path: of the output."""
     from jinja2 import StrictUndefined, Template
 
     checkpoint, name = material.checkpoint, Path(summary.output).name
-    base, loaded_by = card.base_of(summary.source, checkpoint.folder), describe(open_contents(str(place)))
-    layout = "gguf" if place.is_file() else material.config["quant_method"]
-    text = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
-    made = Template(text, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined).render(
+    base, loaded_by = card.base_of(summary.source, checkpoint.folder), describe(open_contents(str(path)))
+    layout = "gguf" if path.is_file() else material.config["quant_method"]
+    template = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
+    text = Template(template, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined).render(
         source=base or Path(summary.source).name,
         name=name,
         files=gguf_shards.of(Path(name)),
@@ -175,27 +177,27 @@ def model_card(
         job=manifest["job"],
         recipe=recipe_of(manifest),
         load=clients.how_to_load(loaded_by["clients"], name),
-        manifest="The metadata" if place.is_file() else f"`{MANIFEST}`",
+        manifest="The metadata" if path.is_file() else f"`{MANIFEST}`",
         measured="output" if material.output_errors else "weight",
         version=__version__,
         count=count,
         megabytes=megabytes,
     )
-    return card.head(base, layout, checkpoint.folder), made
+    return card.head(base, layout, checkpoint.folder), text
 
 
 def recipe_of(manifest: dict) -> str:
     """Return the job as a recipe for `quantkit run`."""
     import yaml
 
-    job, made = manifest["job"], manifest["job"]["calibration"]
+    job, calibration = manifest["job"], manifest["job"]["calibration"]
     recipe = {
         "method": manifest["method"],
         "quant": {key: value for key, value in job["options"].items() if key != "like"},  # the hash of a file
         "run": {key: job[key] for key in ("exclude", "override") if job[key]},
     }
-    if made:
+    if calibration:
         names = ("samples", "seqlen", "seed")
-        text = {} if made["source"] == "shipped" else {"calibration": made["source"]}
-        recipe["calibration"] = text | {key: made[key] for key in names}
+        text = {} if calibration["source"] == "shipped" else {"calibration": calibration["source"]}
+        recipe["calibration"] = text | {key: calibration[key] for key in names}
     return yaml.safe_dump({key: value for key, value in recipe.items() if value}, sort_keys=False)

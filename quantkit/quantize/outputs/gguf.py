@@ -36,9 +36,7 @@ from quantkit.models.gguf.mixtures import EMBEDDING, OUTPUT, scale_of, stays_flo
 from quantkit.models.gguf.tensors import Target
 from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.calibrate.importance import of_head
-from quantkit.quantize.calibrate.states import Place
-from quantkit.quantize.outputs import Batches, Draft, Material, Planned, Sizes, Summary
+from quantkit.quantize.outputs import Draft, Material, MeasureHead, Planned, Sizes, Summary
 from quantkit.quantize.outputs.folder import Output, model_card
 from quantkit.quantize.outputs.outside import replace_parameter, solved_rows
 from quantkit.quantize.progress import Progress
@@ -51,7 +49,7 @@ LOSS_ROOM = 2048  # bytes reserved in the metadata for the loss, which is measur
 
 @dataclass(frozen=True)
 class GgufOutput(Output):
-    """See `Output`. targets: tensors of the file. chosen: their types, by name. metadata: of the file.
+    """See `Output`. targets: tensors of the file. types: of these, by name. metadata: of the file.
 
     imatrix: importance of input columns for encoding; None: all equal, or not measured yet. gathers: it is
     measured on calibration text first. origin: where the importance comes from. left_out: bytes of each
@@ -59,7 +57,7 @@ class GgufOutput(Output):
     """
 
     targets: tuple[Target, ...]
-    chosen: Mapping[str, str]
+    types: Mapping[str, str]
     metadata: Mapping[str, Any]
     imatrix: Imatrix | None = None
     gathers: bool = False
@@ -80,10 +78,10 @@ class GgufOutput(Output):
             if target.part is None
         }
 
-    def types(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> dict[str, str]:
-        """Return the type of each GGUF tensor: the chosen type, or 16 bit for kept linears."""
+    def of_job(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> GgufOutput:
+        """Return the output with 16-bit types for kept linears."""
         kept = {f"{spec.name}.weight" for spec in specs if spec.kept}
-        types = dict(self.chosen)
+        types = dict(self.types)
         for target in self.targets:
             if kept.intersection(target.stored) and not stays_float(target.name, target.shape):
                 if others := sorted(set(target.stored) - kept):
@@ -95,14 +93,15 @@ class GgufOutput(Output):
                     )
                 info = checkpoint.infos.get(target.stored[0])
                 types[target.name] = "BF16" if info and info.dtype == "BF16" else "F16"
-        return types
+        return replace(self, types=types)
 
-    def rounded(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> Checkpoint:
+    def rounded(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the source with tensors that the file holds in 16 bit rounded to their type."""
-        types, infos = self.types(checkpoint, specs), {}
+        infos = {}
         for target in self.targets:
-            for name in target.stored if types[target.name] in ("F16", "BF16") else ():
-                info, type = checkpoint.infos.get(name), types[target.name]
+            type = self.types[target.name]
+            for name in target.stored if type in ("F16", "BF16") else ():
+                info = checkpoint.infos.get(name)
                 if info and info.dtype != type and target.part is None:
                     stored = type, info.shape, info.file, info.offset, info.nbytes
                     values = partial(_narrow, target, type, checkpoint, name)
@@ -111,7 +110,7 @@ class GgufOutput(Output):
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
         """Return the exact sizes of the output, computed from the types of all tensors."""
-        entries = self._entries(self.types(checkpoint, specs))
+        entries = self._entries()
         packed = {entry.name: math.prod(entry.shape) for entry in entries if entry.type not in PLAIN}
         coded = packed.keys() | {f"{name.removesuffix('.weight')}.scale" for name in packed}
         return Sizes(
@@ -123,16 +122,16 @@ class GgufOutput(Output):
 
     def paths(self, material: Material) -> list[Path]:
         """Return the paths of the file, or of its shards."""
-        entries = self._entries(self.types(material.checkpoint, material.specs))
-        return gguf_shards.paths(material.staging.output, len(in_shards(entries, material.shard_bytes)))
+        shards = in_shards(self._entries(), material.shard_bytes)
+        return gguf_shards.paths(material.staging.output, len(shards))
 
-    def encoding(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> int:
+    def encoding(self, checkpoint: Checkpoint) -> int:
         """Return the bytes needed to encode the largest tensor or expert: its source and its codes twice."""
-        types, largest = self.types(checkpoint, specs), 0
+        largest = 0
         for target in self.targets:
             read = sum(checkpoint.infos[name].nbytes for name in target.stored if name in checkpoint.infos)
             read = 4 * math.prod(target.shape) if checkpoint.quantized else read  # decoded to float32
-            codes = Entry(target.name, types[target.name], target.shape).nbytes
+            codes = Entry(target.name, self.types[target.name], target.shape).nbytes
             largest = max(largest, (read + 2 * codes) // max(1, len(target.parts)))
         return largest
 
@@ -141,15 +140,14 @@ class GgufOutput(Output):
         written = {name for target in self.targets for name in target.parameters}
         return sum(math.prod(shape) for name, shape in skeleton.names.shapes.items() if name in written)
 
-    def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
+    def planned(self, specs: Sequence[LinearSpec]) -> list[Planned]:
         """Return every matrix with its type, by its name in the file."""
-        types = self.types(checkpoint, specs)
         matrices = []
         for target in self.targets:
             if len(target.shape) >= 2:
                 block = re.fullmatch(r"blk\.(\d+)\.(.+)", target.name)
                 name, index = (block[2], int(block[1])) if block else (target.name, None)
-                matrices.append(Planned(name, index, target.shape, types[target.name]))
+                matrices.append(Planned(name, index, target.shape, self.types[target.name]))
         return matrices
 
     def copied(self, material: Material) -> dict[str, int]:
@@ -157,25 +155,28 @@ class GgufOutput(Output):
         return {}
 
     def install_rest(
-        self, material: Material, solver: Solver, batches: Batches, progress: Progress, place: Place
+        self, material: Material, solver: Solver, measure_head: MeasureHead, progress: Progress
     ) -> None:
         """Encode embedding and head before the first block, so that all blocks run with the encoded ones."""
         skeleton, checkpoint, staged = material.skeleton, material.checkpoint, material.staging
-        types, model = self.types(checkpoint, material.specs), skeleton.model
-        outside = dict(model.named_parameters(remove_duplicate=False))
+        types, outside = self.types, dict(skeleton.model.named_parameters(remove_duplicate=False))
         rest = [t for t in self.targets if len(t.shape) == 2 and t.parameters and t.parameters[0] in outside]
         if not distributed.broadcast(lambda: bool(staged.rest())):
-            coded = {t.name: self._encoded(t, checkpoint, [types[t.name]], None, progress) for t in rest}
-            blobs = {name: encoded[0][0] for name, encoded in coded.items()}
-            head = rest[[t.name for t in rest].index(OUTPUT if OUTPUT in blobs else EMBEDDING)]
-            if types[head.name] in TYPES:
+            head = next(t for name in (OUTPUT, EMBEDDING) for t in rest if t.name == name)
+            has_solver = types[head.name] in TYPES
+            encoded = [target for target in rest if target is not head or not has_solver]
+            blobs = {
+                target.name: self._encoded(target, checkpoint, [types[target.name]], None, progress)[0][0]
+                for target in encoded
+            }
+            if has_solver:
                 progress.phase("measuring inputs of the output matrix")
-                statistics = of_head(skeleton, batches, place)
+                statistics = measure_head()
                 weight, tied, grid = head.read(checkpoint), head.name == EMBEDDING, named(types[head.name])
                 layout = material.layout
                 solved, fallback = solved_rows(weight, grid, layout, material, solver, statistics, tied)
                 blobs[head.name] = solved[layout.marker]
-                _vanished(head, types[head.name], weight, blobs[head.name])
+                _warn_of_lost(head, types[head.name], [weight], [blobs[head.name]], progress)
                 if fallback:
                     progress.warn(f"{head.name}: {fallback}")
             staged.write_rest(blobs)
@@ -188,20 +189,25 @@ class GgufOutput(Output):
     def write(self, drafts: Sequence[Draft], imatrix: Imatrix | None, progress: Progress) -> None:
         """Write the files of one model in one pass over the source. Staged tensors require a single file."""
         material = drafts[0].material
-        types = [draft.output.types(draft.material.checkpoint, draft.material.specs) for draft in drafts]
         importance = imatrix.values() if imatrix else {}
-        staged, source = self._staged(material), self._changed(material)
-        staged_scales = self._staged(material, "ggml_scale")
+        tensors, rest = material.staging.tensors(), material.staging.rest()
+        staged, staged_scales = (_of_weights(tensors, part) for part in (".ggml", ".ggml_scale"))
+        staged |= {target.stored[0]: rest[target.name] for target in self.targets if target.name in rest}
+        # such as scaled norms, which the job changed but did not encode
+        changed = {name: info for name, info in tensors.items() if name in material.checkpoint.names}
+        source = material.checkpoint.with_changed(changed)
         with ExitStack() as stack:
             writers = []
-            for draft, chosen in zip(drafts, types, strict=True):
-                shards = in_shards(self._entries(chosen), draft.material.shard_bytes)
+            for draft in drafts:
+                shards = in_shards(draft.output._entries(), draft.material.shard_bytes)
                 metadata = draft.output._metadata(draft.manifest, imatrix)
                 sums = {checksums.IN_SHARD if len(shards) > 1 else checksums.IN_FILE: checksums.BLANK}
-                writers.append(stack.enter_context(in_files(draft.place, metadata, shards, sums)))
+                writers.append(
+                    stack.enter_context(in_files(draft.material.staging.assembled, metadata, shards, sums))
+                )
             for position, target in enumerate(self.targets):
                 progress.counting("writing tensors", position, len(self.targets))
-                chosen_types = [chosen[target.name] for chosen in types]
+                types = [draft.output.types[target.name] for draft in drafts]
                 weights = _per_part(importance.get(target.name), len(target.parts))
                 scales: list[list[float]] = [[] for _ in writers]
                 for expert, matrix in enumerate(target.parts):
@@ -210,26 +216,25 @@ class GgufOutput(Output):
                         added = [] if scale is None else reading.tensor(scale).tolist()
                         encoded = [(reading.tensor(staged[matrix.stored[0]]), added)]
                     else:
-                        encoded = self._encoded(matrix, source, chosen_types, weights[expert], progress)
+                        encoded = self._encoded(matrix, source, types, weights[expert], progress)
                     for write, (rows, added), file_scales in zip(writers, encoded, scales, strict=True):
                         moved = rows if target.index is None else rows.index_select(0, target.index)
                         write(target.name, [moved.contiguous().numpy()])
                         file_scales += added
-                for write, type, file_scales in zip(writers, chosen_types, scales, strict=True):
+                for write, type, file_scales in zip(writers, types, scales, strict=True):
                     if scale := scale_of(target.name, type, target.shape):
                         write(scale[0], [np.array(file_scales, np.float32)])
             progress.counting("writing tensors", len(self.targets), len(self.targets))
         for draft in drafts:
-            for path in gguf_shards.existing(draft.place):
+            for path in gguf_shards.existing(draft.material.staging.assembled):
                 gguf_writer.seal(path)
 
     def describe(self, draft: Draft, summary: Summary) -> None:
-        """Add the loss, and write the model card next to the file, unless a card that quantkit did not write
-        is there."""
-        place = gguf_shards.first(draft.place)
+        """Add the loss, and write the model card next to the file, but not over a card of another writer."""
+        path = gguf_shards.first(draft.material.staging.assembled)
         if summary.loss:
-            gguf_writer.fill(place, LOSS, json.dumps(asdict(summary.loss), ensure_ascii=False))
-        made = model_card(place, draft.material, draft.manifest, summary)
+            gguf_writer.fill(path, LOSS, json.dumps(asdict(summary.loss), ensure_ascii=False))
+        made = model_card(path, draft.material, draft.manifest, summary)
         card.write_own(card.path_of(Path(summary.output)), *made)
 
     def _encoded(
@@ -253,9 +258,7 @@ class GgufOutput(Output):
         encoded = []
         for name in types:
             rows = [encode_rows(name, *pair) for pair in zip(matrices, weights, strict=True)]
-            lost = sum(_vanished(target, name, *pair) for pair in zip(matrices, rows, strict=True))
-            if lost > (values.numel() * FEW if name in PLAIN else 0):
-                progress.warn(f"{target.name}: {count(lost, 'weight')} became 0, too small for {name}")
+            _warn_of_lost(target, name, matrices, rows, progress)
             scales = [separate_scale(name, matrix) for matrix in matrices]
             encoded.append((torch.cat(rows), [scale for scale in scales if scale is not None]))
         return encoded
@@ -270,35 +273,24 @@ class GgufOutput(Output):
             LOSS: " " * LOSS_ROOM,
         }
 
-    def _changed(self, material: Material) -> Checkpoint:
-        """Return the source with tensors that the job changed but did not encode, such as scaled norms."""
-        source = material.checkpoint
-        infos = {name: info for name, info in material.staging.tensors().items() if name in source.names}
-        return source.with_changed(infos) if infos else source
-
-    def _entries(self, types: Mapping[str, str]) -> list[Entry]:
+    def _entries(self) -> list[Entry]:
         """Return all tensors of the file in the order of writing."""
         entries = []
         for target in self.targets:
-            entries.append(Entry(target.name, types[target.name], target.shape))
-            if scale := scale_of(target.name, types[target.name], target.shape):
+            entries.append(Entry(target.name, self.types[target.name], target.shape))
+            if scale := scale_of(target.name, self.types[target.name], target.shape):
                 entries.append(Entry(scale[0], "F32", scale[1]))
         return entries
 
-    def _staged(self, material: Material, part_name: str = "ggml") -> dict[str, TensorInfo]:
-        """Return file and offset of staged tensors, by stored name. part_name: `ggml` or `ggml_scale`."""
-        rest = material.staging.rest()
-        infos = {target.stored[0]: rest[target.name] for target in self.targets if target.name in rest}
-        for name, info in material.staging.tensors().items():
-            linear, _, part = name.rpartition(".")
-            if part == part_name:
-                infos[f"{linear}.weight"] = info
-        return infos
+
+def _of_weights(tensors: Mapping[str, TensorInfo], part: str) -> dict[str, TensorInfo]:
+    """Return one kind of staged tensors, by the stored name of the linear's weight."""
+    infos = ((name.removesuffix(part), info) for name, info in tensors.items() if name.endswith(part))
+    return {f"{linear}.weight": info for linear, info in infos}
 
 
 def _staged_rows(staged: Staging, name: str) -> Callable[[tuple[slice]], Tensor]:
-    """Return a function that returns the bytes of some rows. Only rank 0 can read what is staged: several
-    ranks keep all rows in memory."""
+    """Return a function to the bytes of some rows. Several ranks keep all: only rank 0 reads staged files."""
     if distributed.count() == 1:
         return partial(reading.tensor, staged.rest()[name])
     return distributed.broadcast(lambda: reading.tensor(staged.rest()[name])).__getitem__
@@ -317,6 +309,16 @@ def _narrow(target: Target, type_name: str, checkpoint: Checkpoint, name: str) -
     values = exact.to(reading.DTYPES[type_name])
     _vanished(target, type_name, exact.flatten(1), values.flatten(1).contiguous().view(torch.uint8))
     return values
+
+
+def _warn_of_lost(
+    target: Target, type_name: str, matrices: Sequence[Tensor], rows: Sequence[Tensor], progress: Progress
+) -> None:
+    """Warn of weights that are too small for a type. Raises QuantkitError if others are too large."""
+    lost = sum(_vanished(target, type_name, *pair) for pair in zip(matrices, rows, strict=True))
+    few = FEW * sum(matrix.numel() for matrix in matrices) if type_name in PLAIN else 0
+    if lost > few:
+        progress.warn(f"{target.name}: {count(lost, 'weight')} became 0, too small for {type_name}")
 
 
 def _vanished(target: Target, type_name: str, weight: Tensor, rows: Tensor) -> int:

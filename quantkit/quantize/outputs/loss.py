@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from quantkit.layouts import Statistic
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import divergence, walk
+from quantkit.quantize.calibrate.importance import of_head
 from quantkit.quantize.calibrate.states import HERE
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import Loss
@@ -45,59 +47,48 @@ class Expected:
 
 
 def of_original(job: Job) -> Expected:
-    """Run the held-back tokens of a job through its source. All but one block is on the meta device."""
-    skeleton = Skeleton(job.checkpoint, job.skeleton.dtype, job.skeleton.device)
+    """Run the held-back tokens of a job through its source, and next to it through the baseline: the source
+    with blocks rounded to nearest, and with the output's embedding and head. One block is in memory."""
+    skeleton, tokens = Skeleton(job.checkpoint, job.skeleton.dtype, job.skeleton.device), job.held_back.tokens
     skeleton.streams = job.skeleton.streams
     skeleton.load_rest(away=True)
-    hidden = skeleton.embed(job.held_back.tokens)
-    baseline = _Baseline.of(job, skeleton)
-    for index, _ in walk.blocks(skeleton, lambda index: (None, True)):
+    hidden, kld = skeleton.embed(tokens), None
+    if baseline := _has_baseline(job, skeleton):
+        _install_rest(job, skeleton)
+        rounded = skeleton.embed(tokens)
+    for index, _ in walk.blocks(skeleton):
         hidden = skeleton.run_block(index, hidden)
         if baseline:
-            baseline.run(index)
-    if baseline and baseline.outside:
+            round_block(skeleton, index, job.specs, RtnSolver(), job.method.layout)
+            rounded = skeleton.run_block(index, rounded)
+    if baseline and _quantizes_rest(job):
         skeleton.load_rest(away=True)
     logits = [skeleton.logits(states).cpu() for states in hidden]
-    kld = baseline.loss(logits) if baseline else None
+    if baseline:
+        _install_rest(job, skeleton)
+        kld = _compared(logits, skeleton, rounded)[0].mean().item()
     skeleton.model.to("meta")
-    return Expected(job.held_back, logits, kld)
+    return Expected(job.held_back, logits, kld if kld is not None and math.isfinite(kld) else None)
 
 
-class _Baseline:
-    """The original with blocks rounded to nearest, run beside the original on the same skeleton. outside:
-    embedding or head are quantized; the baseline has those of the output."""
+def _has_baseline(job: Job, skeleton: Skeleton) -> bool:
+    """Return whether a job has error feedback, no stored scales of inputs, and no head as a last block."""
+    head = any(spec.block >= skeleton.depth for spec in job.specs if not spec.embedding)
+    scales = Statistic.PEAK in job.method.layout.needs
+    return Statistic.HESSIAN in job.method.needs and not scales and not head
 
-    def __init__(self, job: Job, skeleton: Skeleton):
-        self.job, self.skeleton = job, skeleton
-        self.outside = job.method.outside or any(spec.embedding for spec in job.specs)
-        self._install()
-        self.hidden = skeleton.embed(job.held_back.tokens)
 
-    @staticmethod
-    def of(job: Job, skeleton: Skeleton) -> _Baseline | None:
-        """Return the baseline of a job with error feedback; None for other jobs, for a layout with stored
-        scales of inputs, and if the head is a last block."""
-        method = job.method
-        head = any(spec.block >= skeleton.depth for spec in job.specs if not spec.embedding)
-        fits = Statistic.HESSIAN in method.needs and Statistic.PEAK not in method.layout.needs and not head
-        return _Baseline(job, skeleton) if fits else None
+def _quantizes_rest(job: Job) -> bool:
+    """Return whether embedding or head are quantized before the first block."""
+    return job.method.outside or any(spec.embedding for spec in job.specs)
 
-    def run(self, index: int) -> None:
-        """Round the loaded block and run it."""
-        round_block(self.skeleton, index, self.job.specs, RtnSolver(), self.job.method.layout)
-        self.hidden = self.skeleton.run_block(index, self.hidden)
 
-    def loss(self, expected: list[Tensor]) -> float | None:
-        """Return the KL divergence from the original's logits; None if it is not finite."""
-        self._install()
-        kld = _compared(expected, self.skeleton, self.hidden)[0].mean().item()
-        return kld if math.isfinite(kld) else None
-
-    def _install(self) -> None:
-        if self.outside:
-            material = replace(self.job.material, skeleton=self.skeleton)
-            given = self.job.method.solver, self.job.batches, SILENT, HERE
-            self.job.method.output.install_rest(material, *given)
+def _install_rest(job: Job, skeleton: Skeleton) -> None:
+    """Install the output's embedding and head, if they are quantized, in another skeleton of the source."""
+    if _quantizes_rest(job):
+        material = replace(job.material, skeleton=skeleton)
+        measure_head = partial(of_head, skeleton, job.batches, HERE)
+        job.method.output.install_rest(material, job.method.solver, measure_head, SILENT)
 
 
 def of_output(expected: Expected, skeleton: Skeleton, hidden: Tensor) -> Loss | None:

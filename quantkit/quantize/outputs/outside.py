@@ -16,10 +16,8 @@ from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton import rows as by_rows
 from quantkit.models.skeleton.rows import Rows
-from quantkit.quantize.calibrate.importance import of_head
-from quantkit.quantize.calibrate.states import Place
 from quantkit.quantize.calibrate.statistics import SiteStatistics
-from quantkit.quantize.outputs import Batches, Material
+from quantkit.quantize.outputs import Material, MeasureHead
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
 from quantkit.quantize.solvers.rtn import RtnSolver
@@ -69,7 +67,7 @@ def replace_parameter(skeleton: Skeleton, name: str, own: Collection[str], rows:
 
 
 def install_embedding(
-    spec: LinearSpec, material: Material, solver: Solver, batches: Batches, progress: Progress, place: Place
+    spec: LinearSpec, material: Material, solver: Solver, measure_head: MeasureHead, progress: Progress
 ) -> None:
     """Quantize, install and stage the embedding. Weights are rounded to nearest, except those of an embedding
     that is the head as well: if `solver` uses second moments, these are solved by them."""
@@ -83,7 +81,7 @@ def install_embedding(
         tied = any(name in pair for pair in skeleton.model.all_tied_weights_keys.items())
         if tied and Statistic.HESSIAN in solver.needs:
             progress.phase("measuring inputs of the head")
-            statistics = of_head(skeleton, batches, place)
+            statistics = measure_head()
         packed, fallback = solved_rows(weight, spec.grid, layout, material, solver, statistics, tied)
         del statistics
     rows = partial(_decoded, layout, packed, skeleton.dtype)

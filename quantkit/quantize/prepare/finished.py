@@ -63,9 +63,10 @@ def _unlike(request: Request) -> list[str] | None:
     if different := differences(*_compared(request, manifest, job)):
         return different
     checkpoint = request.open()
-    if made := job.get("calibration"):
-        ours = calibration.load(checkpoint, request.calibration, request.offline).record()
-        if different := differences({"calibration": made}, {"calibration": json.loads(json.dumps(ours))}):
+    if stored := job.get("calibration"):
+        requested = calibration.load(checkpoint, request.calibration, request.offline).record()
+        requested = json.loads(json.dumps(requested))
+        if different := differences({"calibration": stored}, {"calibration": requested}):
             return different
     source = manifest.get("source") or {}
     return differences({"source_sha256": source.get("sha256")}, {"source_sha256": checkpoint.sha256()})
@@ -75,18 +76,18 @@ def _compared(request: Request, manifest: dict, job: dict) -> tuple[dict, dict]:
     """Return the options of the finished job and the requested ones; options that the request
     leaves open take the finished job's values."""
     run, execution = request.run, job.get("execution") or {}
-    made = {"model": (manifest.get("source") or {}).get("name"), "method": manifest.get("method")}
-    made |= {key: job.get(key) for key in ("options", "exclude", "override")}
-    ours = {"model": Path(request.source).name, "method": request.method.name}
-    ours |= {"options": request.method.record()}
-    ours |= {"exclude": list(run.exclude), "override": list(run.override)}
+    finished = {"model": (manifest.get("source") or {}).get("name"), "method": manifest.get("method")}
+    finished |= {key: job.get(key) for key in ("options", "exclude", "override")}
+    requested = {"model": Path(request.source).name, "method": request.method.name}
+    requested |= {"options": request.method.record()}
+    requested |= {"exclude": list(run.exclude), "override": list(run.override)}
     for name in ("experts", "allow_requantize", "max_shard_gb"):
-        ours[name] = getattr(run, name)
-        made[name] = None if ours[name] is None else job.get(name, ours[name])
+        requested[name] = getattr(run, name)
+        finished[name] = None if requested[name] is None else job.get(name, requested[name])
     for name in ("dtype", "batch_size", "sequential", "threads"):
         if (value := getattr(run, name)) not in (None, "auto"):
-            ours[name], made[name] = value, execution.get(name, value)
+            requested[name], finished[name] = value, execution.get(name, value)
     if run.device != "auto":
-        ours["device"] = str(choose_device(run.device))
-        made["device"] = execution.get("device", ours["device"])
-    return made, ours
+        requested["device"] = str(choose_device(run.device))
+        finished["device"] = execution.get("device", requested["device"])
+    return finished, requested

@@ -82,10 +82,10 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     calibrated = calibrate(checkpoint, request, progress)
     tokens = calibrated.tokens
     batch_size = plan.sequences_at_once(request.run.batch_size, tokens.shape, skeleton.device)
-    batches = plan.own_batches(tokens, batch_size)
+    batches = list(distributed.share(tokens.split(batch_size)))
     tokens = torch.cat(batches)
     shapes = plan.shapes_of(skeleton, rows, tokens.numel(), batches[0].numel())
-    free = plan.FreeMemory.of(skeleton.device, plan.max_memory(request.run))
+    free = plan.FreeMemory.of(skeleton.device, request.run)
     need, place = forward_memory(shapes), None
     if need > COMFORT * free.computing and not is_accelerator(skeleton.device):
         need = forward_memory(shapes, spilled=True)

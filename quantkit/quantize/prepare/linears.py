@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -43,7 +43,8 @@ def of_job(skeleton: Skeleton, request: Request) -> tuple[BuiltMethod, list[Line
         what, hint = "--exclude leaves nothing to quantize", "narrow the pattern"
     require(not all(spec.kept for spec in specs), what, hint, USAGE)
     notes = _group_notes(specs, options.group_size) if request.open_groups else ()
-    return replace(method, layout=method.layout.of_job(specs), notes=(*method.notes, *notes)), specs
+    layout, output = method.layout.of_job(specs), method.output.of_job(skeleton.checkpoint, specs)
+    return replace(method, layout=layout, output=output, notes=(*method.notes, *notes)), specs
 
 
 def resolve(
@@ -57,26 +58,31 @@ def resolve(
     """Return every linear of every block with its grid, from shapes alone: no weights are loaded.
 
     make_grid: see BuiltMethod. exclude: patterns of linears that stay in 16 bit; they win over `override`, of
-    which the first match counts. Routers stay in 16 bit, and so do small linears that grid or layout cannot
-    hold, and with `open_groups` (no group size was typed) all that do not split into groups. Raises
-    QuantkitError naming every other linear that does not fit, and every pattern that is malformed or matches
-    nothing.
+    which the first match counts. Routers stay in 16 bit, and so do, unless an override names them, small
+    linears that grid or layout cannot hold, such as the step sizes of a state-space model, and with
+    `open_groups` (no group size was typed) all that do not split into groups. Raises QuantkitError naming
+    every other linear that does not fit, and every pattern that is malformed or matches nothing.
     """
     if reason := layout.check_model(skeleton.checkpoint.text_config.model_type):
         raise QuantkitError(reason, "or choose another method", UNSUPPORTED)
-    specs, named = [], set()
-    for spec, other in _selected(skeleton, exclude, override):
-        grid = None if spec.kept else make_grid(spec.name, spec.in_features, other)
-        specs.append(replace(spec, grid=grid))
-        named |= {spec.name} if other else set()
-    specs = _without_unfit(skeleton, specs, named, layout, open_groups)
+    selected, specs = _selected(skeleton, exclude, override), []
+    weights = [sum(parameter.numel() for parameter in block.parameters()) for block in skeleton.blocks]
+    for spec, other in selected:
+        grid, kept = None if spec.kept else make_grid(spec.name, spec.in_features, other), spec.kept
+        spec = replace(spec, grid=grid)
+        reason = _unfit(spec, layout) if grid and not other else None
+        if reason and spec.weights < SMALL * weights[spec.block]:
+            kept = f"small; {reason}"
+        elif reason and open_groups and spec.in_features % grid.group_size:
+            size = grid.group_size if spec.in_features % GROUP_SIZES[-1] == 0 else GROUP_SIZES[-1]
+            kept = f"{size}{UNDIVIDED.format(spec.in_features)}"
+        specs.append(replace(spec, grid=None, kept=kept) if kept else spec)
     _refuse_unfit([spec for spec in specs if spec.grid is not None], layout)
     return specs
 
 
 def settled(request: Request, checkpoint: Checkpoint | None = None) -> Request:
-    """Return the request with the group size for its model, if the user left it open. The output's name and
-    the job's identity contain it."""
+    """Return the request with the group size for its model, which its output's name and identity contain."""
     if not request.method.has_open_groups:
         return request
     skeleton = Skeleton(checkpoint or request.open(), torch.float32, torch.device("cpu"))
@@ -87,8 +93,7 @@ def settled(request: Request, checkpoint: Checkpoint | None = None) -> Request:
 
 
 def fitted(skeleton: Skeleton, method: Method, exclude: Sequence[str], override: Sequence[str]) -> Method:
-    """Return a method with the group size for this model (`Method.with_groups`). Linears with a group size of
-    their own do not count."""
+    """Return a method with the group size for this model, not counting linears with a size of their own."""
     selected = _selected(skeleton, exclude, override)
     specs = [spec for spec, other in selected if not (other and other.group_size)]
     specs += [embedding_of(skeleton)] if method.options.embedding else []
@@ -138,29 +143,6 @@ def _embedding(skeleton: Skeleton, method: BuiltMethod, bits: int) -> LinearSpec
     spec = replace(spec, grid=method.make_grid(spec.name, spec.in_features, override))
     _refuse_unfit([spec], method.layout)
     return spec
-
-
-def _without_unfit(
-    skeleton: Skeleton, specs: Sequence[LinearSpec], named: Collection[str], layout: Layout, open_groups: bool
-) -> list[LinearSpec]:
-    """Keep linears in 16 bit, unless an override names them: small ones that grid or layout cannot hold, such
-    as the step sizes of a state-space model, and with `open_groups` all that do not split into groups."""
-    checked, small = [], _small(skeleton, specs)
-    for spec in specs:
-        reason = _unfit(spec, layout) if spec.grid and spec.name not in named else None
-        if reason and spec.name in small:
-            spec = replace(spec, grid=None, kept=f"small; {reason}")
-        elif reason and open_groups and spec.in_features % spec.grid.group_size:
-            size = spec.grid.group_size if spec.in_features % GROUP_SIZES[-1] == 0 else GROUP_SIZES[-1]
-            spec = replace(spec, grid=None, kept=f"{size}{UNDIVIDED.format(spec.in_features)}")
-        checked.append(spec)
-    return checked
-
-
-def _small(skeleton: Skeleton, specs: Sequence[LinearSpec]) -> set[str]:
-    """Return the names of linears with a small share of their block's parameters."""
-    weights = [sum(parameter.numel() for parameter in block.parameters()) for block in skeleton.blocks]
-    return {spec.name for spec in specs if spec.weights < SMALL * weights[spec.block]}
 
 
 def _unfit(spec: LinearSpec, layout: Layout) -> str | None:

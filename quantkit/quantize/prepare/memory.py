@@ -107,8 +107,7 @@ class Stages:
 
     @property
     def hidden_states(self) -> int:
-        """calibrate/states.py: the inputs of the block. Suspended batches keep their inputs in memory, even
-        with --states disk."""
+        """calibrate/states.py: the block's inputs; suspended batches keep theirs, even with --states disk."""
         away = self.states != "device"
         return self.shapes.states * (self.suspends or not away) + self.shapes.moving * away
 
@@ -216,8 +215,7 @@ def peak_memory(stages: Stages) -> Peak:
 
 
 def forward_memory(shapes: Shapes, spilled: bool = False) -> int:
-    """Return the peak bytes of running the blocks, each while the next is read. spilled: hidden states are in
-    a file."""
+    """Return the peak bytes of running blocks while the next is read. spilled: states are in a file."""
     states = shapes.moving if spilled else shapes.states
     return (shapes.rest + 2 * shapes.block) * shapes.element + states + shapes.batch
 

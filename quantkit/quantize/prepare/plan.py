@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from quantkit.errors import RESOURCES, USAGE, QuantkitError, count, require
 from quantkit.layouts import LinearSpec, Statistic
@@ -79,11 +78,6 @@ def sequences_at_once(requested: int | None, shape: tuple[int, int], device: tor
     return size
 
 
-def own_batches(tokens: Tensor, size: int) -> list[Tensor]:
-    """Split `tokens [samples, seqlen]` into batches of `size` sequences; return this rank's share."""
-    return list(distributed.share(tokens.split(size)))
-
-
 def job_memory(
     skeleton: Skeleton,
     specs: Sequence[LinearSpec],
@@ -100,7 +94,7 @@ def job_memory(
         shapes, tokens=samples * seqlen, batch_tokens=min(execution.batch_size, samples) * seqlen
     )
     if not any(spec.grid for spec in specs):  # encoded tensor by tensor, after a forward pass at most
-        encode = ENCODING + method.output.encoding(skeleton.checkpoint, specs)
+        encode = ENCODING + method.output.encoding(skeleton.checkpoint)
         forward = forward_memory(shapes, execution.states == "disk") if method.needs else 0
         rest = (shapes.rest - shapes.by_rows) * shapes.element
         loss = loss_memory(shapes) and rest + loss_memory(shapes)
@@ -161,9 +155,10 @@ class FreeMemory:
     limit: Limit | None
 
     @staticmethod
-    def of(device: torch.device, max_memory: int | None) -> FreeMemory:
-        """Return the smallest free memory over all ranks. max_memory: the user's limit in bytes."""
-        limit = Limit.of(max_memory)
+    def of(device: torch.device, options: RunOptions) -> FreeMemory:
+        """Return the smallest free memory over all ranks, within --max-memory."""
+        given = options.max_memory
+        limit = Limit.of(None if given is None else size_bytes(given, "--max-memory"))
         limits = [limit.left] if limit else []
         host = distributed.least(min([host_memory(), *limits]))
         free = distributed.least(min([free_memory(device), *([] if is_accelerator(device) else limits)]))
@@ -202,7 +197,7 @@ def decide(
     shapes = replace(shapes_of(skeleton, specs, shape[0] * shape[1], 0), predicted=predicted)
     need = partial(job_memory, skeleton, specs, method, shapes, shape)
     executions = list(_executions(skeleton, method, options, shape, adopted))
-    free = FreeMemory.of(skeleton.device, max_memory(options))
+    free = FreeMemory.of(skeleton.device, options)
     execution = next((e for e in executions if free.holds(need(e), COMFORT)), None) or min(
         executions, key=lambda e: (not free.holds(need(e)), need(e).computing)
     )
@@ -230,11 +225,6 @@ def decide(
         matrices=sizes.matrices,
         ranks=distributed.count(),
     )
-
-
-def max_memory(options: RunOptions) -> int | None:
-    """Return --max-memory in bytes; None if unset."""
-    return None if options.max_memory is None else size_bytes(options.max_memory, "--max-memory")
 
 
 def _executions(

@@ -37,8 +37,7 @@ class Request:
 
     @property
     def destination(self) -> Path:
-        """The output path: as typed, or derived from source and options, such as `model-gptq-w4g128`, with
-        `mixed` if bits are overridden."""
+        """The output path: as typed, or such as `model-gptq-w4g128`; `mixed` if bits are overridden."""
         if self.output:
             return self.output
         suffix, bits = self.method.suffix, self.method.options.bits

@@ -41,10 +41,10 @@ def missed(weight: Tensor, grid: Grid, params: Any) -> Tensor:
     """Return `Ŵ - W`, `[out, in]`, where Ŵ is the result of `nearest`."""
     delta = torch.empty_like(weight)
 
-    def work(part: slice) -> None:
-        values = weight[part].reshape(-1, grid.group_size).clone()
-        values = grid.nearest(values, flat(rows_of(params, part))).view_as(weight[part])
-        torch.sub(values, weight[part], out=delta[part])
+    def work(chunk: slice) -> None:
+        values = weight[chunk].reshape(-1, grid.group_size).clone()
+        values = grid.nearest(values, flat(rows_of(params, chunk))).view_as(weight[chunk])
+        torch.sub(values, weight[chunk], out=delta[chunk])
 
     by_chunks(work, weight)
     return delta

@@ -90,8 +90,7 @@ class YaqaSolver(GptqSolver):
     def quantize_both_sides(
         self, weight: Tensor, grid: Grid, hessian: Tensor, curvature: Tensor
     ) -> QuantizedWeight:
-        """Quantize `weight [out, in]` on `grid`. Raises Indefinite if damped H or G is not positive
-        definite."""
+        """Quantize `weight [out, in]`. Raises Indefinite if damped H or G is not positive definite."""
         order = column_order(hessian.diagonal(), grid, self.act_order)
         rows = torch.argsort(curvature.diagonal(), descending=True, stable=True)
         A, damping, _ = factorize(hessian, self.damp, order)

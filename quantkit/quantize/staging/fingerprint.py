@@ -55,8 +55,7 @@ def _value(value: Any) -> str:
 
 
 def check_equal(fingerprint: dict) -> None:
-    """Raise QuantkitError unless all ranks have prepared the same job on like machines: each rank takes every
-    decision by itself."""
+    """Raise QuantkitError unless all ranks, which decide by themselves, have the same job and machine."""
     if distributed.count() == 1:
         return
     mine = {name: value for name, value in fingerprint.items() if name != "source_sha256"}

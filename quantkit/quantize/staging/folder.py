@@ -178,8 +178,7 @@ class Staging(StagedBlocks):
         return path
 
     def write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
-        """Start to stage a block's remaining tensors and record. `wait` waits for the end, and raises
-        errors."""
+        """Start to stage a block's remaining tensors and record. `wait` raises errors."""
         if self.follows:
             self._writing = self._writer.submit(self._own.forget, index)
         else:
@@ -208,27 +207,27 @@ class Staging(StagedBlocks):
 
     def finished(self) -> bool:
         """Return whether the output is published; if so, remove the rest of the staging folder."""
-        there = self._made and may_replace.identity(gguf_shards.first(self.output)) == self._made
-        if there:
+        published = self._made and may_replace.identity(gguf_shards.first(self.output)) == self._made
+        if published:
             self.discard()
-        return there
+        return published
 
     def begun(self) -> bool:
         """Return whether the folder exists but holds no finished block."""
         return self.folder.exists() and not self.there()
 
     @property
-    def place(self) -> Path:
-        """Path where the output is assembled."""
+    def assembled(self) -> Path:
+        """Path of the output until it is published."""
         return self.folder / f"output{self.output.suffix}"
 
     @contextmanager
     def assemble(self) -> Iterator[Path]:
         """Yield the path at which to write the output anew, a folder, file or shards; sync it afterwards."""
-        for path in gguf_shards.existing(self.place):
+        for path in gguf_shards.existing(self.assembled):
             _remove(path)
-        yield self.place
-        self._writing = self._writer.submit(_sync_all, self.place)
+        yield self.assembled
+        self._writing = self._writer.submit(_sync_all, self.assembled)
 
     def publish(self) -> None:
         """Rename the synced output to its final path, and remove the staging folder.
@@ -236,13 +235,13 @@ class Staging(StagedBlocks):
         Raises QuantkitError if another output appeared at this path.
         """
         self.wait()
-        there = gguf_shards.existing(self.output)
-        if there and not self._replaces:
+        existing = gguf_shards.existing(self.output)
+        if existing and not self._replaces:
             hint = "move it away and run the same command with --resume: every block is kept"
-            raise QuantkitError(f"{there[0]} appeared while the job ran", hint)
+            raise QuantkitError(f"{existing[0]} appeared while the job ran", hint)
         may_replace.check(self.output, self.one_file, self._replaces)
-        self._made = may_replace.identity(gguf_shards.first(self.place))
-        put(self.place, self.output, self.folder / "replaced")
+        self._made = may_replace.identity(gguf_shards.first(self.assembled))
+        put(self.assembled, self.output, self.folder / "replaced")
         sync(self.output.parent)
         self.discard()
 
@@ -288,8 +287,8 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _sync_all(place: Path) -> None:
-    for path in (*place.rglob("*"), *gguf_shards.existing(place)):
+def _sync_all(output: Path) -> None:
+    for path in (*output.rglob("*"), *gguf_shards.existing(output)):
         sync(path)
 
 

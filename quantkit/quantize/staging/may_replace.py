@@ -79,8 +79,8 @@ def check(output: Path, one_file: bool, overwrite: bool) -> None:
         if not overwrite:
             check_new([output])
         if stat.S_ISDIR(mode) == one_file:
-            expected, found = ("a file", "a folder") if one_file else ("a folder", "a file")
-            raise QuantkitError(f"{path} is {found}, the job writes {expected}", ELSEWHERE, USAGE)
+            wanted, existing = ("a file", "a folder") if one_file else ("a folder", "a file")
+            raise QuantkitError(f"{path} is {existing}, the job writes {wanted}", ELSEWHERE, USAGE)
         if one_file:
             with open(path, "rb") as file:
                 start = file.read(len(MAGIC))
@@ -95,21 +95,21 @@ def check(output: Path, one_file: bool, overwrite: bool) -> None:
 
 def check_new(outputs: Sequence[Path]) -> None:
     """Raise QuantkitError naming the outputs that already exist."""
-    if there := [str(path) for output in outputs for path in gguf_shards.existing(output)]:
-        some, them = ("exists", "it") if len(there) == 1 else ("exist", "them")
+    if existing := [str(path) for output in outputs for path in gguf_shards.existing(output)]:
+        verb, them = ("exists", "it") if len(existing) == 1 else ("exist", "them")
         hint = f"{ELSEWHERE}, or replace {them} with --overwrite"
         if len(outputs) > 1:
             hint += "; --resume makes only those that are left"
-        raise QuantkitError(f"{name_all(there, len(there))} {some}", hint, USAGE)
+        raise QuantkitError(f"{name_all(existing, len(existing))} {verb}", hint, USAGE)
 
 
 def identity(path: Path) -> tuple[int, int] | None:
     """Return device and inode of a path; None if it does not exist. A rename keeps both."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def check_source(output: Path, source: Path, what: str = "source") -> None:

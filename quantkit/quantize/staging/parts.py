@@ -9,9 +9,10 @@ from torch import Tensor
 from quantkit.models.files import reading, safetensors_folder
 from quantkit.models.machine.device import to_host
 from quantkit.models.machine.memory import return_freed_pages
-from quantkit.quantize.staging import ACCELERATED_PART_BYTES, PART_BYTES
 from quantkit.quantize.staging.folder import Staging
 
+PART_BYTES = 1 << 20  # codes of a block in memory before they are staged
+ACCELERATED_PART_BYTES = 1 << 27  # an accelerator makes a block in less time than a disk syncs many files
 HOLES = 32 << 20  # bytes staged between heap trims; a trim costs page faults
 
 

@@ -28,7 +28,7 @@ from quantkit.quantize.calibrate.sites import Block
 from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.transforms.fold import Producer
-from quantkit.quantize.transforms.scaling import ColumnScaling, Losses, Reader, in_few_digits
+from quantkit.quantize.transforms.scaling import ColumnScaling, Losses, Reader
 
 EXPONENTS = (1.0, 0.0), (0.5, 0.0), (0.75, 0.25)  # (b, a)
 # A scale is used if its loss is below this share of the unscaled loss: by number of dimensions of the divided
@@ -93,6 +93,11 @@ def candidate(readers: Sequence[FedReader], b: float, a: float) -> Tensor:
     column = column.clamp(min=FLOOR * column.mean())
     pivot = pivots.sqrt().clamp(min=1e-30)
     return a * pivot.clamp(min=FLOOR * pivot.mean()).log() - b * column.log()
+
+
+def in_few_digits(scale: Tensor) -> Tensor:
+    """Return a scale with `max(s) min(s) = 1` in bfloat16, so that the order of sums does not matter."""
+    return (scale / (scale.max() * scale.min()).sqrt()).bfloat16().float()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantkit.models.machine.expert_share import expert_of
 from quantkit.models.skeleton.experts import Experts, Routed
-from quantkit.quantize.calibrate.capture import Statistics
+from quantkit.quantize.calibrate.capture import SiteSums
 from quantkit.quantize.calibrate.measure import Measuring
 from quantkit.quantize.calibrate.schedule import Advance, Visit
 from quantkit.quantize.calibrate.sites import Site
@@ -38,7 +38,7 @@ class ExpertByExpert:
         with self._listening():
             statistics = measuring.at_once([site for site in self._block.chosen if site not in alone])
         pools = statistics if self._away else {}
-        self._pools = {site.pool: own for site, own in pools.items() if not site.linears}
+        self._pools = {site.pool: shared for site, shared in pools.items() if not site.linears}
         counted = {site: SiteStatistics(tokens=self._tokens(site)) for site in alone}
         with measuring.timings("transform"):
             self.transformed = transform.apply(measuring.view(statistics | counted))
@@ -114,12 +114,12 @@ class ExpertByExpert:
     def _gathered(self, site: Site) -> SiteStatistics:
         """Return the statistics of a site of the expert in memory, with its original weights."""
         measuring = self._measuring
-        sums = Statistics(site.in_features, measuring.skeleton.device, measuring.needs)
+        sums = SiteSums(site.in_features, measuring.skeleton.device, measuring.needs)
         with measuring.timings("forward"):
             for inputs in self._inputs(site) if site.pool else ():
                 sums.add(inputs)
-        own = measuring.finished(site, sums)
-        return own.mixed(self._pools[site.pool], measuring.choice) if site.pool else own
+        statistics = measuring.finished(site, sums)
+        return statistics.mixed(self._pools[site.pool], measuring.choice) if site.pool else statistics
 
     def _inputs(self, site: Site) -> Iterator[Tensor]:
         """Yield the inputs of an expert's site, batch by batch."""

@@ -41,6 +41,18 @@ class Producer:
         sums = values.new_zeros(count).index_add_(0, rows, values)
         return (sums / torch.bincount(rows, minlength=count).clamp(min=1))[rows].to(channels.device)
 
+    def storable(self, view: BlockView, scale: Tensor) -> Tensor:
+        """Return the scale `[in]` that the stored weight really has if it is divided by `scale`: that of a
+        norm in 16 bit is `w / w_stored`. Rows of a linear have no single factor after rounding: they are
+        quantized, or lose the precision of 16 bit."""
+        weight = view.block.get_submodule(self.name).weight
+        if weight.ndim > 1:
+            return scale
+        extra = 1.0 if self.one_plus else 0.0
+        acting = weight.float() + extra
+        exact = acting / (view.stored(f"{self.name}.weight", acting / scale - extra).float() + extra)
+        return torch.where(torch.isfinite(exact) & (exact > 0), exact, 1.0)
+
     def factor(self, block: nn.Module, scale: Tensor) -> Tensor:
         """Return the factors of the weight's rows, `[rows]`, that divide its outputs by `scale [in]`."""
         rows = len(block.get_submodule(self.name).weight)
@@ -118,8 +130,7 @@ def guesses(probe: Probe, place: str, before: Observation) -> Iterator[Producer]
 
 
 def prove(probe: Probe, producer: Producer, before: Observation) -> Fold | None:
-    """Return the fold of a producer, tried with random scales; None if the readers cannot compensate for the
-    scales."""
+    """Return a producer's fold, tried with random scales; None if the readers cannot compensate for them."""
     generator = torch.Generator().manual_seed(len(producer.rows))
     exponents = torch.randint(-1, 2, (int(producer.rows.max()) + 1,), generator=generator)
     scale = torch.exp2(exponents.to(producer.rows.device).float())[producer.rows]
@@ -250,10 +261,10 @@ class Following:
         if isinstance(response, Tensor):
             yield rows
         elif response is None and len(rows) > granule:
-            half = len(rows) // granule // 2 * granule or granule
-            for part in (rows[:half], rows[half:]):
-                if len(part):
-                    yield from self._proportional(part, granule)
+            middle = len(rows) // granule // 2 * granule or granule
+            for half in (rows[:middle], rows[middle:]):
+                if len(half):
+                    yield from self._proportional(half, granule)
 
     def _response(self, rows: Tensor):
         """Return which channels double if these rows double, bool `[in]`.
@@ -271,19 +282,3 @@ class Following:
 
 
 _UNMOVED = object()
-
-
-def divided(view: BlockView, producer: Producer, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the exact scale `[in]` that a producer's 16-bit weights have after division by `scale`, and its
-    new parameters, float32, by name in the block.
-
-    A norm's weight is rounded first, and the columns are multiplied by `w / w_stored`. Rows of a linear have
-    no single factor after rounding: they are quantized, or lose the precision of 16 bit.
-    """
-    weight = view.block.get_submodule(producer.name).weight
-    if weight.ndim == 1:
-        extra = 1.0 if producer.one_plus else 0.0
-        acting = weight.float() + extra
-        exact = acting / (view.stored(f"{producer.name}.weight", acting / scale - extra).float() + extra)
-        scale = torch.where(torch.isfinite(exact) & (exact > 0), exact, 1.0)
-    return scale, producer.divided(view.block, scale)

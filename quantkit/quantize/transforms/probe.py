@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from quantkit.models.skeleton.experts import Experts, SortedExperts
+from quantkit.quantize.calibrate.forwards import repeated
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.calibrate.view import BlockView
 
@@ -41,24 +42,29 @@ class Probe:
     """
 
     def __init__(self, view: BlockView):
-        self.block, self._run = view.block, view.probe
-        self.layers = {name: part for name, part in view.block.named_modules() if isinstance(part, Experts)}
-        device = next(part.device for part in view.block.parameters() if not part.is_meta)
+        self.block, self._run, self._expert = view.block, view.probe, view.expert
+        modules = self._named_modules()
+        self.layers = {name: module for name, module in modules if isinstance(module, Experts)}
+        device = next(tensor.device for tensor in view.block.parameters() if not tensor.is_meta)
         self.stand_ins = {f"{name}.entering": _stand_in(layer, device) for name, layer in self.layers.items()}
         self.readers: dict[str, list[Site]] = {}
         for site in view.sites:
-            if site.calls:
-                self.readers.setdefault(site.pool or site.module, []).append(site)
+            if site.calls or view.expert:
+                self.readers.setdefault(view.shared(site).module, []).append(site)
         self.matrices: dict[str, list[str]] = {}
         for name, module in self.modules().items():
-            leaves = [leaf for leaf, part in module.named_parameters(recurse=False) if part.ndim > 1]
+            leaves = [leaf for leaf, matrix in module.named_parameters(recurse=False) if matrix.ndim > 1]
             if leaves and not isinstance(module, nn.Linear):
                 self.matrices[name] = leaves
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return the block's modules except those inside experts."""
+        """Return the modules of the block, except those inside experts, or of a view's expert."""
         inside = tuple(f"{name}." for name in self.layers)
-        return {name: part for name, part in self.block.named_modules() if not f"{name}.".startswith(inside)}
+        modules = self._named_modules()
+        return {name: module for name, module in modules if not f"{name}.".startswith(inside)}
+
+    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        return self.block.get_submodule(self._expert).named_modules(prefix=self._expert)
 
     def columns(self, place: str) -> list[str]:
         """Return the names of the weights that read at a place."""
@@ -99,18 +105,13 @@ class Probe:
     def entering(self, place: str, name: str, rows: Tensor) -> Tensor:
         """Return the inputs at `place` if these rows of linear `name` double. The forward pass ends there."""
 
-        def arrive(module: nn.Module, args: tuple) -> None:
-            raise _Arrived(args[0].float())
-
         def double(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
             return output * output.new_ones(output.shape[-1]).index_fill_(0, rows, 2)
 
         linear, reader = self.block.get_submodule(name), self.block.get_submodule(place)
-        with linear.register_forward_hook(double), reader.register_forward_pre_hook(arrive):
-            try:
-                self._run()
-            except _Arrived as arrived:
-                return arrived.args[0]
+        with linear.register_forward_hook(double):
+            (inputs,) = repeated(reader, lambda _: self._run(), 1)
+        return inputs.float()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -123,10 +124,6 @@ class Probe:
             for module, parameters in kept:
                 for name, parameter in parameters.items():
                     setattr(module, name, parameter)
-
-
-class _Arrived(Exception):
-    """Ends a forward pass; its argument is the inputs of a module."""
 
 
 @contextmanager
@@ -155,13 +152,13 @@ def _computing(layer: Experts, linear: nn.Linear) -> Callable:
     """Return a forward for a layer whose experts all are `linear`, each times a different factor."""
 
     def forward(hidden: Tensor, *routing) -> Tensor:
-        found = linear(layer.entering(hidden))
+        output = linear(layer.entering(hidden))
         if isinstance(layer, SortedExperts):
             expert = torch.arange(layer.count).repeat_interleave(len(hidden) // layer.count)
         else:
             index, weights = routing
-            return found * (weights * (1 + index / layer.count)).sum(-1, keepdim=True)
-        return found * (1 + expert.to(found.device) / layer.count)[:, None]
+            return output * (weights * (1 + index / layer.count)).sum(-1, keepdim=True)
+        return output * (1 + expert.to(output.device) / layer.count)[:, None]
 
     return forward
 
@@ -194,18 +191,18 @@ def in_float32(view: BlockView, changed: set[str], modules: Sequence[str] = ("",
     """Hold the parameters of the block, or of some of its modules, in float32 inside the context. Afterwards
     `changed` parameters are rounded as they will be stored; weights to be quantized stay in float32 and are
     removed from `changed`."""
-    found = {name: view.block.get_submodule(name) for name in modules}
+    chosen = {name: view.block.get_submodule(name) for name in modules}
     dtypes = {
         f"{name}.{leaf}" if name else leaf: parameter.dtype
-        for name, module in found.items()
+        for name, module in chosen.items()
         for leaf, parameter in module.named_parameters()
     }
-    buffers = [(part, dict(part._buffers)) for module in found.values() for part in module.modules()]
-    for module in found.values():
+    buffers = [(inner, dict(inner._buffers)) for module in chosen.values() for inner in module.modules()]
+    for module in chosen.values():
         module.float()
     yield
-    for part, before in buffers:  # no transform changes these
-        part._buffers.update(before)
+    for inner, before in buffers:  # no transform changes these
+        inner._buffers.update(before)
     quantized = {f"{name}.weight" for name, grid in view.grids.items() if grid}
     changed -= quantized
     for name in dtypes.keys() - quantized:

@@ -31,7 +31,7 @@ from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.calibrate.view import BlockView, Transformed
 from quantkit.quantize.solvers import measured, row_losses
 from quantkit.quantize.transforms import expert_folds
-from quantkit.quantize.transforms.fold import Fold, Producer, divided, find_folds
+from quantkit.quantize.transforms.fold import Fold, Producer, find_folds
 from quantkit.quantize.transforms.probe import assign, in_float32, probing
 
 SCALED_ROWS = 512  # rows looked at together, at least
@@ -73,7 +73,7 @@ class ColumnScaling:
     def losses(self, readers: Sequence[Reader]) -> Losses:
         """Return the losses of these readers, computed on an even sample of their rows."""
         step = math.ceil(sum(len(reader.weight) for reader in readers) / self.rows) if self.rows else 1
-        return Losses([self.reader(reader.every(step)) for reader in readers])
+        return Losses([self.reader(reader.rows(slice(None, None, step))) for reader in readers])
 
     def search(
         self, losses: Losses, producer: Producer, entering: Sequence[tuple[SiteStatistics, float]]
@@ -84,42 +84,33 @@ class ColumnScaling:
 
     def apply(self, view: BlockView) -> Transformed:
         """Scale every site whose loss falls; sites without a foldable producer get a note."""
-        here = {site for site in view.statistics if site.linears and not view.is_away(site)}
-        result = Transformed({site: view.statistics[site] for site in view.statistics if site in here})
+        here = (site for site in view.statistics if site.linears and not view.is_away(site))
+        result = Transformed({site: view.statistics[site] for site in here})
         with in_float32(view, result.changed):
             with probing(view) as probe:
                 entering, folds = probe.run().inputs, find_folds(probe)
             later = Later(self, entering, {site for fold in folds for site in fold.sites})
-            columns = self._rewrite(view, here, later, folds, result)
+            columns = self._rewrite(view, later, folds, result)
         return replace(result, pending=frozenset(columns), expert=partial(later.expert, columns))
 
     def _rewrite(
-        self,
-        view: BlockView,
-        sites: Collection[Site],
-        later: Later,
-        folds: Sequence[Fold],
-        result: Transformed,
+        self, view: BlockView, later: Later, folds: Sequence[Fold], result: Transformed
     ) -> dict[str, Tensor]:
-        """Scale the folds whose loss falls, also inside experts in memory; note which of `sites` have no
-        fold. Returns the column scales of linears that are not in memory."""
-        here = replace(
-            view, statistics={site: view.statistics[site] for site in view.statistics if site in sites}
-        )
-        experts = list(expert_folds.experts(here, later.entering, later.folded, later.known))
+        """Scale the folds whose loss falls, also inside experts in memory; note which sites of `result` have
+        no fold. Returns the column scales of linears that are not in memory."""
+        here = replace(view, statistics=dict(result.statistics))
+        experts = list(expert_folds.views(here, later.entering, later.folded))
         inside = {site for expert in experts for site in expert.sites}
         self._leave(here, [site for site in here.statistics if site not in later.folded | inside], result)
         columns: dict[str, Tensor] = {}
         for fold in folds:
             columns |= self._scale(view, fold, result)
         for expert in experts:
-            inner = Transformed(dict(expert.view.statistics))
-            inner_folds = expert.find_folds()
+            inner_folds = expert_folds.find(expert, later.known)
             folded = {site for fold in inner_folds for site in fold.sites}
-            self._leave(expert.view, [site for site in expert.view.statistics if site not in folded], inner)
+            self._leave(expert, [site for site in expert.sites if site not in folded], result)
             for fold in inner_folds:
-                self._scale(expert.view, fold, inner)
-            expert.merge(inner, result)
+                self._scale(expert, fold, result)
         return columns
 
     def _scale(self, view: BlockView, fold: Fold, result: Transformed) -> dict[str, Tensor]:
@@ -140,8 +131,7 @@ class ColumnScaling:
         scale = self.search(losses, fold.producer, shares)
         if scale is None:
             return {}
-        producer = fold.producer.name
-        scale, divided_tensors = divided(view, fold.producer, scale)
+        producer, scale = fold.producer.name, fold.producer.storable(view, scale)
         before = sum(losses.plain)
         after = losses.of(scale, limit=float(before))
         if not after < self.enough[view.block.get_submodule(producer).weight.ndim] * before:
@@ -150,7 +140,8 @@ class ColumnScaling:
         scaled = {"into": producer, "spread": spread, "loss": after / float(before)}
         for name in (name for site in sites for name in _quantized(view, site)):
             result.report(name, scaled=scaled)
-        for name, tensor in divided_tensors.items():
+        divided = fold.producer.divided(view.block, scale)
+        for name, tensor in divided.items():
             assign(view.block, name, tensor)
         factor = fold.producer.factor(view.block, scale)
         result.row_factors[producer] = factor * result.row_factors.get(producer, 1)
@@ -158,7 +149,7 @@ class ColumnScaling:
         columns = [name for name in fold.columns if name not in away]
         for name in columns:
             assign(view.block, name, view.block.get_parameter(name).float() * scale)
-        result.changed.update(divided_tensors, columns)
+        result.changed.update(divided, columns)
         for site in here:
             result.statistics[site] = view.statistics[site].divided(scale)
             result.divided_by[site] = scale
@@ -191,7 +182,7 @@ class Later:
     transform: ColumnScaling
     entering: Mapping[str, Tensor]
     folded: Collection[Site]
-    known: dict[str, list[list[Producer]]] = field(default_factory=dict)
+    known: dict[str, list[Producer]] = field(default_factory=dict)
 
     def expert(self, columns: Mapping[str, Tensor], view: BlockView, linears: Sequence[str]) -> Transformed:
         """Scale the columns of an expert's `linears`, then its inner producers; return the changes."""
@@ -210,7 +201,7 @@ class Later:
             for site, statistics in view.statistics.items():
                 if site.linears[0] in columns:
                     result.statistics[site] = statistics.divided(columns[site.linears[0]])
-            self.transform._rewrite(view, view.statistics, self, (), result)
+            self.transform._rewrite(view, self, (), result)
         return result
 
 
@@ -223,20 +214,15 @@ def _readers(view: BlockView, site: Site) -> list[Reader]:
     hessian, readers = view.statistics[site].hessian, []
     for name in _quantized(view, site):
         weight = view.block.get_submodule(name).weight
-        part = weight[measured(len(weight))]
-        share = part.new_full((len(part),), len(weight) / len(part))
-        readers.append(Reader(part, view.grids[name].plain(), hessian, share))
+        sample = weight[measured(len(weight))]
+        share = sample.new_full((len(sample),), len(weight) / len(sample))
+        readers.append(Reader(sample, view.grids[name].plain(), hessian, share))
     return readers
 
 
 def _entering(view: BlockView, sites: Sequence[Site]) -> dict[Site, SiteStatistics]:
     """Return the statistics of sites; for an expert's site, those of its layer."""
-    return {layer: view.statistics[layer] for layer in map(_layer_of, sites)}
-
-
-def _layer_of(site: Site) -> Site:
-    """Return the site of an expert's layer; other sites unchanged."""
-    return Site((), site.pool) if site.pool else site
+    return {site: view.statistics[site] for site in map(view.shared, sites)}
 
 
 def _sampled(
@@ -252,7 +238,7 @@ def _sampled(
     by_grid: dict[tuple[Site, Grid], list[tuple[Site, str]]] = {}  # rounded together
     for site, name in names:
         grid = view.grids[name].plain() if plain else view.grids[name]
-        by_grid.setdefault((_layer_of(site), grid), []).append((site, name))
+        by_grid.setdefault((view.shared(site), grid), []).append((site, name))
     readers = []
     for (layer, grid), linears in by_grid.items():
         hessian = entering[layer].hessian
@@ -278,20 +264,15 @@ class Reader:
     share: Tensor
     inputs: Tensor | None = None
 
-    def split(self, rows: int) -> list[Reader]:
-        """Return readers of at most `rows` rows each."""
-        pairs = zip(self.weight.split(rows), self.share.split(rows), strict=True)
-        return [replace(self, weight=weight, share=share) for weight, share in pairs]
-
     def loss(self, scale: Tensor) -> Tensor:
         """Return `tr(dW H dWᵀ)` under a scale `[in]`."""
         groups = (self.weight * scale).view(-1, self.grid.group_size)
         values = self.grid.nearest(groups, self.grid.fit(groups)).view(self.weight.shape)
         return self.counted(row_losses(values.div_(scale).sub_(self.weight), self.hessian))
 
-    def every(self, step: int) -> Reader:
-        """Return a reader of every `step`-th row."""
-        return replace(self, weight=self.weight[::step], share=self.share[::step])
+    def rows(self, rows: slice) -> Reader:
+        """Return a reader of some rows."""
+        return replace(self, weight=self.weight[rows], share=self.share[rows])
 
     def counted(self, rows: Tensor) -> Tensor:
         """Return the weighted sum of row losses `[out]`."""
@@ -311,8 +292,9 @@ class Losses:
         self.plain: list[Tensor] = []
         losses: list[tuple[float, Reader]] = []
         for reader in readers:
-            width = reader.weight.shape[1]
-            chunks = reader.split(max(SCALED_ROWS, rows_at_once(reader.weight.device, width)))
+            rows, width = reader.weight.shape
+            size = max(SCALED_ROWS, rows_at_once(reader.weight.device, width))
+            chunks = [reader.rows(slice(start, start + size)) for start in range(0, rows, size)]
             plain = [chunk.loss(reader.weight.new_ones(width)) for chunk in chunks]
             self.plain.append(sum(plain))
             losses += ((loss.item(), chunk) for loss, chunk in zip(plain, chunks, strict=True))
@@ -326,9 +308,3 @@ class Losses:
             if total > limit:
                 break
         return total
-
-
-def in_few_digits(scale: Tensor) -> Tensor:
-    """Return a scale `[in]` normalised to `max(s) min(s) = 1` and rounded to bfloat16, so that it does not
-    depend on the order of sums."""
-    return (scale / (scale.max() * scale.min()).sqrt()).bfloat16().float()

@@ -33,9 +33,9 @@ from quantkit.layouts import Statistic
 from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.solvers import Solver
 from quantkit.quantize.solvers.gptq import GptqSolver
-from quantkit.quantize.transforms.auto import FLOOR, SAMPLED_ROWS
+from quantkit.quantize.transforms.auto import FLOOR, SAMPLED_ROWS, in_few_digits
 from quantkit.quantize.transforms.fold import Producer
-from quantkit.quantize.transforms.scaling import ColumnScaling, Losses, Reader, in_few_digits
+from quantkit.quantize.transforms.scaling import ColumnScaling, Losses, Reader
 
 EXPONENTS = 0.5, 0.75, 1.0
 FLOORS = 0.3, 1.0  # share of the median channel that is added to each channel
@@ -98,11 +98,11 @@ def candidates(fourth: Tensor, column: Tensor) -> Iterator[Tensor]:
     """Yield candidate scales `[in]`. fourth: mean fourth powers of channels; column: `column_size`."""
     size = fourth.pow(0.25)
     for g in (torch.ones_like(column), column):
-        part = size * g
-        part = part / part.median().clamp(min=TINY)
+        outputs = size * g
+        relative = outputs / outputs.median().clamp(min=TINY)
         for floor in FLOORS:
             for exponent in EXPONENTS:
-                yield (part + floor).pow(exponent) / g
+                yield (relative + floor).pow(exponent) / g
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,11 @@ class SmoothReader(Reader):
     def crossed(self, first: Tensor, second: Tensor) -> Tensor:
         """Return the mean `loss` on both halves of the inputs, each with the other half's scale."""
         half = len(self.inputs) // 2
-        parts = (second, slice(0, half)), (first, slice(half, None))
+        halves = (second, slice(0, half)), (first, slice(half, None))
         return sum(
-            (len(self.inputs[part]) / len(self.inputs))
-            * replace(self, inputs=self.inputs[part], count=self.count[part]).loss(scale)
-            for scale, part in parts
+            (len(self.inputs[tokens]) / len(self.inputs))
+            * replace(self, inputs=self.inputs[tokens], count=self.count[tokens]).loss(scale)
+            for scale, tokens in halves
         )
 
     def _by_weights(self, scale: Tensor) -> Tensor:

@@ -54,8 +54,7 @@ def refine(
 
 
 class _Visit:
-    """Improves one or two groups of every matrix; tensors are `[matrices * groups, group_size, out]`. chain:
-    the kernel, if there is one."""
+    """Improves one or two groups of every matrix; tensors are `[matrices * groups, group_size, out]`."""
 
     def __init__(self, grid: Grid, chain: Callable[..., None] | None):
         self.grid, self.chain = grid, chain

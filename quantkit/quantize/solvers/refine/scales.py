@@ -15,7 +15,6 @@ def values_of(levels: Tensor, step: Tensor, low: Tensor) -> Tensor:
 
 
 def best_factor(along: Tensor, power: Tensor) -> Tensor:
-    """Return the factor of values V with the least loss, from `<R, V>` and `<V, H V>`; 1 if it is not above
-    0."""
+    """Return the best factor of values V, from `<R, V>` and `<V, H V>`; 1 if it is not above 0."""
     factor = 1 + along / power.clamp(min=TINY)
     return torch.where((power > 0) & (factor > 0), factor, 1.0)
