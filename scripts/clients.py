@@ -13,6 +13,7 @@ others: each tool compresses the demo model in its own environment with its defa
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -79,10 +80,10 @@ SAMPLES, SEQLEN = 16, 256  # the readers are under test here, not the tools
 
 
 def dtype_of(cell: Cell) -> str:
-    """Return the dtype that vLLM computes in: float32 where activations are rounded. In 16 bit, differences
-    turn many activations over to the next value, and hide whether they are rounded equally."""
-    half = "deepseek" in cell.command or "modelopt" in cell.command  # vLLM takes these in 16 bit alone
-    return "float32" if cell.command.startswith(("fp8", "w8a8")) and not half else "float16"
+    """Return the dtype that vLLM computes in. In 16 bit many rounded activations turn over to the next value,
+    so it is float32 for fp8, where vLLM has it; its w8a8 for AMX takes bfloat16 alone."""
+    method, half = cell.command.split(" ")[0], {"deepseek", "modelopt"} & set(cell.command.split())
+    return {"w8a8": "bfloat16", "fp8": "bfloat16" if half else "float32"}.get(method, "float16")
 
 
 def compared(cell: Cell, root: Path, python: Path | str) -> list[str]:
@@ -90,15 +91,17 @@ def compared(cell: Cell, root: Path, python: Path | str) -> list[str]:
     row = [f"`{cell.command}`" if cell.command else cell.label, cell.source]
     dtype = dtype_of(cell)
     log = root / "vllm" / f"{cell.name.replace(' ', '_')}.{dtype}.log"
+    folder = Path()
     try:
         folder, source = make(cell, root), make(Cell("", cell.source), root)
         models = [source, folder] if cell.command else [source]
         record = served(models, log, "vllm", python, *TEXT, "--engine-option", f"dtype={dtype}")
     except Failed as error:
-        return [*row, "FAIL", str(error), "", "", ""]
+        of_engine = str(error).partition(f"{folder}: ")[2].partition(" hint: ")[0]
+        return [*row, "FAIL", of_engine or str(error), "", "", ""]
     _, original, *decoded = record["models"]
     engine = record["models"][-1]["engine"]
-    difference = engine["difference"]
+    difference = {key: math.nan if value is None else value for key, value in engine["difference"].items()}
     changed = decoded[0]["metrics"]["kld"]["mean"] if decoded else 0.0
     bound = max(SHARE * changed, TIMES * original["metrics"]["kld"]["mean"])
     return [
