@@ -168,7 +168,6 @@ def server():
     """Begins with its first process, whichever test that is of, and imports what this file does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        patch.setenv("OMP_WAIT_POLICY", "passive")
         first = SERVER.Process(target=int)
         first.start()
         first.join()
