@@ -152,7 +152,7 @@ METHODS = {
 }
 
 
-DAY = {"gptq", "gptq full", "gptq mlx", "gptq repeat", "gptq head", "nf4", "nf4 gptq"}
+DAY = {"gptq", "gptq mlx", "gptq repeat", "nf4"}
 DAY |= {"nvfp4 inputs", "mxfp4", "int8", "fp8 static", "w8a8", "awq", "fp8 modelopt"}
 TWO_BLOCKS = ("gptq", "gptq repeat", "gptq original", "awq", "fp8 static", "nf4")  # others: one, columns cost
 
@@ -169,7 +169,7 @@ def test_a_method_writes_the_bytes_of_the_cpu(both, tiny_model, method):
     assert manifest["job"]["execution"]["device"] == NAME
 
 
-@pytest.mark.parametrize("method", ["gptq", "int8 unread", *nightly("awq")])
+@pytest.mark.parametrize("method", ["gptq", *nightly("int8 unread", "awq")])
 def test_a_mixture_has_the_bytes_of_the_cpu(both, tiny_model, method):
     name, *rest = METHODS[method]
     model = tiny_model("mixtral", tokenizer=True, num_hidden_layers=2, **MIXTURE)
@@ -218,7 +218,7 @@ def test_error_feedback_in_a_gguf_file_has_the_bytes_of_the_cpu(both, source):
     same_file(*both("gguf", source, "-t", "Q4_0", *CALIBRATED, *PLAIN))
 
 
-BLOCKS_BY_DAY = ("BF16", "Q4_0", "Q5_1", "Q2_K", "Q6_K", "IQ2_XXS", "IQ3_S", "IQ4_XS", "MXFP4", "NVFP4")
+BLOCKS_BY_DAY = ("BF16", "Q4_0", "Q2_K", "Q6_K", "IQ2_XXS", "IQ4_XS", "NVFP4")
 
 
 @pytest.mark.parametrize("name", by_day(sorted(BLOCKS), BLOCKS_BY_DAY))
@@ -497,6 +497,7 @@ def test_doctor_tells_of_the_device(far, quantkit):
 # ---- resume, and memory that runs out
 
 
+@pytest.mark.nightly
 def test_a_job_that_was_interrupted_goes_on_there(both, far, source, monkeypatch, tmp_path):
     options = ["gptq", source, *SMALL, *CALIBRATED, *PLAIN]
     on_cpu, _ = both(*options)
@@ -589,8 +590,9 @@ def test_what_fits_is_chosen_before_anything_is_loaded(far, make, source):
     ("method", "states"),
     [
         ("gptq", "host"),
-        ("nf4", "device"),
-        *nightly(("gptq repeat", "host"), ("gptq original", "device"), ("awq gptq", "device")),
+        *nightly(
+            ("nf4", "device"), ("gptq repeat", "host"), ("gptq original", "device"), ("awq gptq", "device")
+        ),
     ],
 )
 def test_a_job_takes_what_was_planned(far, tiny_model, method, states):
@@ -695,8 +697,7 @@ def test_pieces_stay_in_one_thread(monkeypatch):
     "rows, columns, grid",
     [
         ((256, 264), 128, AffineGrid(4, 128)),
-        ((320,), 128, named("Q4_0")),
-        *nightly(((320,), 256, AffineGrid(4, 128)), ((320,), 128, MxFp4Grid())),
+        *nightly(((320,), 128, named("Q4_0")), ((320,), 256, AffineGrid(4, 128)), ((320,), 128, MxFp4Grid())),
     ],
 )
 def test_experts_are_one_batch(rows, columns, grid):

@@ -181,6 +181,7 @@ def test_codes_taken_for_weights_are_found(short_demo, tmp_path, quantkit):
     assert done.code == 6 and "KL divergence" in done.out and "No damage" not in done.out
 
 
+@pytest.mark.nightly
 def test_the_original_says_how_large_the_noise_is(short_demo, nf4, make):
     made = make("verify", nf4, "--base", short_demo, "--engine", "transformers")["engine"]
     assert made["agrees"] and made["dtype"] == "bfloat16" and made["tokens"] == 255
