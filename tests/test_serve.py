@@ -102,6 +102,7 @@ def test_llamacpp_from_the_start_to_ctrl_c(gguf, expected):
         assert not engine.is_running() and not (process.stdout.read() + process.stderr.read())
 
 
+@pytest.mark.nightly
 def test_llamacpp_is_compared_before_it_serves(gguf):
     pytest.importorskip("xllamacpp")
     with command_line(gguf, "--check", "--port", "0", "--json", "-q", "--device", "cpu") as (process, told):
