@@ -154,7 +154,7 @@ def test_what_lies_beside_the_language_model_is_found_and_not_loaded(tmp_path, f
 @pytest.mark.parametrize(
     ("command", "key"),
     [
-        (("gptq", "--group-size", "32"), "dynamic"),
+        (("gptq", "--group-size", "32", "--transform", "none", "--refine", "0"), "dynamic"),
         *nightly(
             (("nf4",), "llm_int8_skip_modules"),
             (("awq", "--group-size", "32"), "modules_to_not_convert"),
