@@ -24,6 +24,7 @@ import transformers
 from nights import nightly
 
 from quantkit import cli
+from quantkit.quantize.progress import SILENT
 from quantkit.serving.server import job
 from quantkit.serving.server.process import TOKENS as FIRST_TOKENS
 from quantkit.serving.server.process import serving
@@ -100,6 +101,15 @@ def test_llamacpp_from_the_start_to_ctrl_c(gguf, expected):
         process.send_signal(signal.SIGINT)
         assert process.wait(SECONDS) == 130
         assert not engine.is_running() and not (process.stdout.read() + process.stderr.read())
+
+
+def test_what_a_server_would_compute_is_compared(gguf, monkeypatch):
+    """As with `--check`, before anything starts."""
+    pytest.importorskip("xllamacpp")
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable))
+    prepared = job.prepare(str(gguf), ServeSettings(port=0, device="cpu"))
+    told = job.compare(prepared, None, True, SILENT)
+    assert told["agrees"] and told["tokens"] == 255
 
 
 @pytest.mark.nightly
