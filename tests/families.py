@@ -1,5 +1,6 @@
 """Tiny random checkpoints of the families the tests run on, and a tiny tokenizer. Made, never downloaded."""
 
+import functools
 import itertools
 import random
 from pathlib import Path
@@ -192,6 +193,12 @@ def sentences(count: int = 400, seed: int = 0) -> list[str]:
 
 def save_tokenizer(folder: Path, bos: bool = False) -> Path:
     """Write a byte-level BPE tokenizer of 512 tokens to `folder`; with `bos`, it begins texts with `<s>`."""
+    _tokenizer(bos).save_pretrained(folder)
+    return folder
+
+
+@functools.cache
+def _tokenizer(bos: bool) -> hf.PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -207,6 +214,4 @@ def save_tokenizer(folder: Path, bos: bool = False) -> Path:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
         )
-    fast = hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    fast.save_pretrained(folder)
-    return folder
+    return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")

@@ -152,8 +152,7 @@ METHODS = {
 }
 
 
-DAY = {"gptq", "gptq full", "gptq mlx", "gptq repeat", "gptq head", "nf4", "nf4 gptq"}
-DAY |= {"nvfp4 inputs", "mxfp4", "int8", "fp8 static", "w8a8", "awq", "fp8 modelopt"}
+DAY = {"gptq", "gptq repeat", "nf4", "nvfp4 inputs", "mxfp4", "int8", "fp8 static", "w8a8", "awq"}
 TWO_BLOCKS = ("gptq", "gptq repeat", "gptq original", "awq", "fp8 static", "nf4")  # others: one, columns cost
 
 
@@ -169,7 +168,7 @@ def test_a_method_writes_the_bytes_of_the_cpu(both, tiny_model, method):
     assert manifest["job"]["execution"]["device"] == NAME
 
 
-@pytest.mark.parametrize("method", ["gptq", "int8 unread", *nightly("awq")])
+@pytest.mark.parametrize("method", ["gptq", *nightly("int8 unread", "awq")])
 def test_a_mixture_has_the_bytes_of_the_cpu(both, tiny_model, method):
     name, *rest = METHODS[method]
     model = tiny_model("mixtral", tokenizer=True, num_hidden_layers=2, **MIXTURE)
@@ -218,7 +217,7 @@ def test_error_feedback_in_a_gguf_file_has_the_bytes_of_the_cpu(both, source):
     same_file(*both("gguf", source, "-t", "Q4_0", *CALIBRATED, *PLAIN))
 
 
-BLOCKS_BY_DAY = ("BF16", "Q4_0", "Q5_1", "Q2_K", "Q6_K", "IQ2_XXS", "IQ3_S", "IQ4_XS", "MXFP4", "NVFP4")
+BLOCKS_BY_DAY = ("BF16", "Q4_0", "Q2_K", "Q6_K", "IQ2_XXS", "IQ4_XS", "NVFP4")
 
 
 @pytest.mark.parametrize("name", by_day(sorted(BLOCKS), BLOCKS_BY_DAY))
@@ -446,7 +445,7 @@ def test_a_device_without_float64_or_streams_will_do(both, source, method):
 
 
 @pytest.mark.parametrize(
-    "method, states", [("gptq repeat", "disk"), *nightly(("gptq", "host"), ("awq", "host"))]
+    "method, states", nightly(("gptq repeat", "disk"), ("gptq", "host"), ("awq", "host"))
 )
 def test_states_that_wait_elsewhere_change_no_byte(both, source, method, states):
     name, *rest = METHODS[method]
@@ -497,6 +496,7 @@ def test_doctor_tells_of_the_device(far, quantkit):
 # ---- resume, and memory that runs out
 
 
+@pytest.mark.nightly
 def test_a_job_that_was_interrupted_goes_on_there(both, far, source, monkeypatch, tmp_path):
     options = ["gptq", source, *SMALL, *CALIBRATED, *PLAIN]
     on_cpu, _ = both(*options)
@@ -589,8 +589,9 @@ def test_what_fits_is_chosen_before_anything_is_loaded(far, make, source):
     ("method", "states"),
     [
         ("gptq", "host"),
-        ("nf4", "device"),
-        *nightly(("gptq repeat", "host"), ("gptq original", "device"), ("awq gptq", "device")),
+        *nightly(
+            ("nf4", "device"), ("gptq repeat", "host"), ("gptq original", "device"), ("awq gptq", "device")
+        ),
     ],
 )
 def test_a_job_takes_what_was_planned(far, tiny_model, method, states):
@@ -630,9 +631,8 @@ def test_a_solver_holds_three_matrices_of_the_hessians_size():
 @pytest.mark.parametrize(
     "method, most",
     [
-        ("gptq --transform none", 9),
         ("gptq", 11),
-        *nightly(("nf4 --solver gptq", 10), ("gptq --refine 0, none", 4)),
+        *nightly(("gptq --transform none", 9), ("nf4 --solver gptq", 10), ("gptq --refine 0, none", 4)),
         ("awq: scales", 2.1),
         ("awq: clipping", 3),
     ],
@@ -695,8 +695,7 @@ def test_pieces_stay_in_one_thread(monkeypatch):
     "rows, columns, grid",
     [
         ((256, 264), 128, AffineGrid(4, 128)),
-        ((320,), 128, named("Q4_0")),
-        *nightly(((320,), 256, AffineGrid(4, 128)), ((320,), 128, MxFp4Grid())),
+        *nightly(((320,), 128, named("Q4_0")), ((320,), 256, AffineGrid(4, 128)), ((320,), 128, MxFp4Grid())),
     ],
 )
 def test_experts_are_one_batch(rows, columns, grid):
@@ -753,7 +752,7 @@ EXPERTS = [*CALIBRATED, *PLAIN, "--group-size", "64"]
 
 
 @double_only
-@pytest.mark.parametrize("share", [0.25, *nightly(0.0)], ids=["resident", "streamed"])
+@pytest.mark.parametrize("share", nightly(0.25, 0.0), ids=["resident", "streamed"])
 def test_a_mixtures_experts_are_solved_together(both, far, tiny_model, monkeypatch, share):
     """With the bytes of the CPU, which solves them one by one, in the memory that was planned. If memory is
     short, they are fewer at a time."""
@@ -836,7 +835,7 @@ def test_columns_of_compressed_tensors_are_grouped_there(order):
 
 @pytest.mark.parametrize(
     "name",
-    ["4", "Q3_K", *nightly("nf4", "mxfp4", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "IQ4_NL", "IQ4_XS", "NVFP4")],
+    ["4", *nightly("Q3_K", "nf4", "mxfp4", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "IQ4_NL", "IQ4_XS", "NVFP4")],
 )
 def test_what_is_replayed_is_what_runs_without(monkeypatch, name):
     """In the third call, too, with the sums that a graph has."""
@@ -858,7 +857,7 @@ def test_what_is_replayed_is_what_runs_without(monkeypatch, name):
 @double_only
 @pytest.mark.parametrize(
     "name",
-    ["4", "nf4", "nvfp4", "fp8", "Q4_K", *nightly("3 asym", "nf4 single", "mxfp4", "int8", "Q6_K", "IQ4_XS")],
+    ["4", "nvfp4", *nightly("nf4", "fp8", "Q4_K", "3 asym", "nf4 single", "mxfp4", "int8", "Q6_K", "IQ4_XS")],
 )
 def test_what_is_replayed_waits_for_nothing(monkeypatch, name):
     """From the second call on, as a CUDA graph demands: nothing comes from the host, nothing is asked for."""

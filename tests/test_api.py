@@ -92,7 +92,7 @@ def test_the_import_loads_no_library():
 
 
 def test_a_function_equals_the_command(make, tiny_model, tmp_path, monkeypatch, capsys):
-    source = tiny_model("llama", tokenizer=True)
+    source = tiny_model("llama", tokenizer=True, num_hidden_layers=1)
     text = jobs.calibration(tmp_path)
     options = {"calibration": text.calibration, "samples": 6, "seqlen": 32, "threads": 1} | FAST
     typed = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", value)]

@@ -230,6 +230,7 @@ def test_too_few_tokens_are_refused(quantkit, source, monkeypatch, typed, messag
     assert quantkit("auto", source, "--bpw", "4", "--dry-run", *least).code == 0
 
 
+@pytest.mark.nightly
 def test_any_engine_is_compared_with_a_gguf_file(auto, tmp_path):
     found = auto("--bpw", "6", "-o", "found", "--engine", "any", "--sensitivities", "table.json")
     kept, gguf = found[found["kept"]], found["gguf"]

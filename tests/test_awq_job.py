@@ -7,6 +7,7 @@ import jobs
 import pytest
 import torch
 import transformers
+from nights import nightly
 
 from quantkit.layouts.awq import AwqLayout
 from quantkit.models.files.open import open_checkpoint
@@ -49,7 +50,7 @@ def divergence(source, written) -> float:
     return (base.exp() * (base - other)).sum(-1).mean().item()
 
 
-@pytest.mark.parametrize("family, solver", [("llama", "rtn"), ("gemma2", "gptq")])
+@pytest.mark.parametrize("family, solver", [("llama", "rtn"), *nightly(("gemma2", "gptq"))])
 def test_it_beats_rounding_to_nearest(outliers, tmp_path, family, solver):
     model, text = outliers(family), jobs.calibration(tmp_path)
     jobs.quantize("awq", model, tmp_path / "awq", SMALL | {"solver": solver}, calibration=text, **RUN)
@@ -118,9 +119,8 @@ def test_without_zero_points_all_of_them_are_8(outliers, tmp_path):
     "family, unfolded",
     [
         ("opt", ()),
-        ("starcoder2", ("mlp.c_proj",)),
-        ("falcon", ("mlp.dense_4h_to_h",)),
         ("olmo2", ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")),
+        *nightly(("starcoder2", ("mlp.c_proj",)), ("falcon", ("mlp.dense_4h_to_h",))),
     ],
 )
 def test_other_families_are_written_and_verified(outliers, tmp_path, family, unfolded):
@@ -134,6 +134,7 @@ def test_other_families_are_written_and_verified(outliers, tmp_path, family, unf
     assert told == {name for name in rows if name.endswith(unfolded)} if unfolded else not told
 
 
+@pytest.mark.nightly
 @pytest.mark.processor
 def test_a_job_resumed_after_its_first_block_writes_the_same_bytes(outliers, tmp_path):
     model, text = outliers("llama", dtype="bfloat16"), jobs.calibration(tmp_path)

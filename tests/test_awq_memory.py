@@ -26,8 +26,7 @@ def scaled(monkeypatch):
     ("family", "dtype", "moved"),
     [
         ("qwen2_moe", "float32", 4),
-        *nightly(("mixtral", "bfloat16", 4), ("llama4", "float32", 4)),
-        ("gpt_oss", "bfloat16", 4),
+        *nightly(("mixtral", "bfloat16", 4), ("llama4", "float32", 4), ("gpt_oss", "bfloat16", 4)),
     ],
 )
 def test_experts_that_are_away_are_scaled_as_those_in_memory(

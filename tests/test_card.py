@@ -27,7 +27,7 @@ tags: [mine]
 @pytest.fixture
 def original(tiny_model, tmp_path):
     """A model in the hub's cache, with a card."""
-    folder = tiny_model("llama", name="models--org--tiny/snapshots/0123", tokenizer=True)
+    folder = tiny_model("llama", name="models--org--tiny/snapshots/0123", tokenizer=True, num_hidden_layers=1)
     (folder / "README.md").write_text(BASE)
     return folder
 

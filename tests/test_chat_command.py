@@ -2,6 +2,7 @@
 
 import pytest
 from chats import FORGETFUL, SAID, TEMPLATE, Fed, begin, converse, silent
+from nights import nightly
 
 from quantkit.errors import QuantkitError
 
@@ -9,7 +10,7 @@ KEPT = ["llama", "bloom", "mistral", "gemma3", "deepseek_v3"]
 ANEW = ["mamba2", "jamba", "qwen3_next"]  # recurrent
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, FORGETFUL])
+@pytest.mark.parametrize("template", [FORGETFUL, *nightly(TEMPLATE)])
 @pytest.mark.parametrize("family", KEPT)
 def test_what_was_fed_is_not_fed_again(talker, family, template):
     """Up to where the prompt differs: the template rewrites history, or the answer has other tokens."""

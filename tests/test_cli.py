@@ -20,7 +20,7 @@ import pytest
 import torch
 import typer
 import yaml
-from nights import nightly
+from nights import by_day, nightly
 from safetensors.torch import load_file
 
 from quantkit import cli
@@ -260,7 +260,7 @@ def test_a_terminal_gets_a_bar_and_no_color_no_colour(quantkit, model, small, mo
     assert not COLOUR.search(terminal.getvalue()) and "2/2" in terminal.getvalue()
 
 
-@pytest.mark.parametrize("quiet", [[], ["-q"]])
+@pytest.mark.parametrize("quiet", [[], *nightly(["-q"])])
 def test_fallbacks_are_announced_and_recorded(quantkit, model, small, monkeypatch, quiet):
     def factorize(hessian, damp, order):
         raise Indefinite("made to fail")
@@ -276,7 +276,7 @@ def test_fallbacks_are_announced_and_recorded(quantkit, model, small, monkeypatc
         assert f"warning: {name}: made to fail; kept round to nearest\n" in done.err
 
 
-@pytest.mark.parametrize("solver", ["gptq", "rtn"])
+@pytest.mark.parametrize("solver", ["gptq", *nightly("rtn")])
 @pytest.mark.parametrize("factor", [1e8, *nightly(1e-9)])
 def test_scales_that_float16_cannot_hold_are_reported(quantkit, model, small, solver, factor):
     """Half of the weight is lost, or more: a checkpoint like that must not pass for a good one."""
@@ -295,18 +295,20 @@ def test_the_next_command_can_be_pasted(quantkit, model, small):
 
 def test_eval_at_the_end_of_a_run(quantkit, make, model, small, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")  # one table
-    done = quantkit("gptq", model, *small, "--eval", small[1])
+    text = Path("few.txt")
+    text.write_text("\n".join(families.sentences(60)))
+    done = quantkit("gptq", model, *small, "--eval", text)
     rows = {row[0]: row for line in done.out.splitlines() if (row := re.split(r"\s{2,}", line.strip()))}
     size, bits, quantized, perplexity, kld = 1, 2, 3, 4, 6
     assert rows["tiny"][bits] == "32.00" and rows["tiny"][quantized] == rows["tiny"][kld] == "–"
-    record = make("eval", model, "tiny-gptq-w4g128", "--text", small[1])
+    record = make("eval", model, "tiny-gptq-w4g128", "--text", text)
     metrics = record["models"][1]["metrics"]
     result = rows["tiny-gptq-w4g128"]
     assert result[perplexity] == f"{metrics['ppl']['value']:.3f} ± {metrics['ppl']['stderr']:.3f}"
     assert result[kld] == f"{metrics['kld']['mean']:.5f}" != "0.00000"
     assert result[size] == f"{record['models'][1]['size']['weight_bytes'] / 1e6:.2f} MB"
     assert f"{record['data']['tokens']} tokens scored, context 256, stride 256, BOS none, float32" in done.out
-    again = make("gptq", model, *small, "--overwrite", "--eval", small[1])
+    again = make("gptq", model, *small, "--overwrite", "--eval", text)
     for row in [*record["models"], *again["eval"]["models"]]:
         del row["size"]["disk_bytes"]  # the timings are not always as long
     assert again["eval"] == record
@@ -394,8 +396,12 @@ def mine(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_recipes_run(make, model, small, path):
+RECIPES_BY_DAY = ("awq-w4", "fp8", "gguf-q4", "gptq-w4", "int8", "nf4", "nvfp4", "w8a8")  # one of a method
+
+
+@pytest.mark.parametrize("name", by_day(sorted(path.stem for path in RECIPES.glob("*.yaml")), RECIPES_BY_DAY))
+def test_shipped_recipes_run(make, model, small, name):
+    path = RECIPES / f"{name}.yaml"
     content = yaml.safe_load(path.read_text())
     method = content["method"]
     named = make("run", path.stem, model, *small, "--dry-run")
@@ -743,8 +749,11 @@ def test_memory_decides_the_mode_and_is_refused_when_short(make, refuse, model, 
     "name",
     [
         "model.layers.1.mlp.down_proj.scales",
-        "model.norm.weight",
-        *nightly("model.layers.0.self_attn.q_proj.qweight", "model.layers.1.mlp.down_proj.g_idx"),
+        *nightly(
+            "model.norm.weight",
+            "model.layers.0.self_attn.q_proj.qweight",
+            "model.layers.1.mlp.down_proj.g_idx",
+        ),
         *nightly("model.layers.1.input_layernorm.weight", "lm_head.weight"),
     ],
 )
@@ -796,7 +805,7 @@ def test_a_finished_job_has_nothing_to_resume(quantkit, refuse, model, tmp_path)
     refuse(2, *asked)
     (tmp_path / "things").mkdir()
     assert refuse(2, "nf4", model, "-o", "things", "--resume")[0] == "things exists"
-    file = ("gguf", model, "-t", "Q8_0", "-o", "out.gguf")
+    file = ("gguf", model, "-t", "Q8_0", "--solver", "rtn", "--imatrix", "none", "-o", "out.gguf")
     assert quantkit(*file, "-q").code == 0
     assert quantkit(*file, "--resume", "-q").out == "out.gguf is already finished\n"
     assert jobs.contents(tmp_path / "out") == before
@@ -839,7 +848,7 @@ def test_a_finished_job_is_told_from_one_of_other_text_or_files(quantkit, refuse
     assert "different: files of the model (" in refuse(2, *asked, "short.txt", "--resume")[0]
 
 
-@pytest.mark.parametrize("job", [5, {"calibration": 5}, {"execution": []}, None])
+@pytest.mark.parametrize("job", [5, None, *nightly({"calibration": 5}, {"execution": []})])
 def test_a_manifest_that_is_none_is_not_resumed(quantkit, refuse, model, tmp_path, job):
     asked = ("nf4", model, "-o", "out")
     assert quantkit(*asked, "-q").code == 0

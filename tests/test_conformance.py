@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from nights import by_day
 from torch import Tensor, nn
 
 from quantkit.errors import QuantkitError
@@ -173,10 +174,11 @@ def test_every_solver_on_every_grid(grid, solver):
     assert error <= (1.0001 if solver == "rtn" else 0.8) * rounded
 
 
+BEHIND_AWQ = [(grid, "rtn") for grid in GRIDS] + [(grid, "gptq group") for grid in FULL]
+
+
 @pytest.mark.parametrize(
-    ("grid", "solver"),
-    [(grid, "rtn") for grid in GRIDS] + [(grid, "gptq group") for grid in FULL],
-    ids=name,
+    ("grid", "solver"), by_day(BEHIND_AWQ, [case for case in BEHIND_AWQ if case[0] in FULL]), ids=name
 )
 def test_every_grid_behind_awq(grid, solver):
     if solver == "rtn" and isinstance(

@@ -50,6 +50,7 @@ def test_the_image_runs_the_installed_command_as_no_root():
     assert len(examples) == 2 and all(command(line.split()) for line in examples)
 
 
+@pytest.mark.nightly
 def test_what_is_copied_builds_the_whole_wheel(tmp_path):
     ignored = (ROOT / ".dockerignore").read_text().split("\n")
     assert "*" in ignored and sorted(copied()) == sorted(line[1:] for line in ignored if line[:1] == "!")

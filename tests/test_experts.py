@@ -6,7 +6,7 @@ import families
 import jobs
 import pytest
 import torch
-from nights import nightly
+from nights import by_day, nightly
 from safetensors.torch import load_file
 
 from quantkit.layouts import Statistic
@@ -123,7 +123,7 @@ def test_an_expert_that_nobody_reached_has_the_layers_statistics():
     assert found.hessian.data_ptr() != layer.hessian.data_ptr()  # solvers use theirs up
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", by_day(MIXTURES, ["mixtral"]))
 @pytest.mark.parametrize(
     ("method", "options"),
     [

@@ -104,7 +104,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", by_day(METHODS, ["gptq repeat", "int8", "awq gptq"]))
+@pytest.mark.parametrize("method", by_day(METHODS, ["gptq repeat", "awq gptq"]))
 def test_a_job_that_streams_writes_the_bytes_of_one_that_does_not(
     method, mixture, tmp_path, reads, resident, monkeypatch
 ):
@@ -169,15 +169,15 @@ def test_a_block_that_is_half_staged_is_made_again(lost, mixture, tmp_path, monk
     folder = mixture("mixtral", **WIDE | {"num_hidden_layers": 2})
     monkeypatch.setattr(parts, "PART_BYTES", 1)
     arguments = {"calibration": jobs.calibration(tmp_path), "sequential": "suspend"}
-    jobs.quantize("gptq", folder, tmp_path / "whole" / "out", SMALL, **arguments)
+    jobs.quantize("gptq", folder, tmp_path / "whole" / "out", jobs.GPTQ, **arguments)
     cut = tmp_path / "cut" / "out"
     with jobs.interrupted(before=1):
-        jobs.quantize("gptq", folder, cut, SMALL, **arguments)
+        jobs.quantize("gptq", folder, cut, jobs.GPTQ, **arguments)
     staged = sorted(path.name for path in cut.with_suffix(".partial").glob("part-*"))
     assert len([name for name in staged if name.startswith("part-00001-")]) == 4 + 3 * EXPERTS
     if lost:
         (cut.with_suffix(".partial") / staged[0]).unlink()
     assert Staging(cut).is_done(0) != lost and not Staging(cut).is_done(1)
-    jobs.quantize("gptq", folder, cut, SMALL, resume=True, **arguments)
+    jobs.quantize("gptq", folder, cut, jobs.GPTQ, resume=True, **arguments)
     one, other = (jobs.contents(tmp_path / place / "out") for place in ("whole", "cut"))
     assert [file for file in one if one[file] != other[file]] == []

@@ -7,13 +7,13 @@ back, a reader that goes away: one line says why, and what is resumed has the by
 import errno
 import os
 import re
-import shutil
 import signal
 
 import failing
 import forked
 import pytest
 import stops
+from nights import by_day, nightly
 
 NAME = "nf4"
 needs_compiler = pytest.mark.skipif(failing.compiler() is None, reason="there is no C compiler")
@@ -40,6 +40,14 @@ def reference(server, workplace):
     return stops.contents(workplace / "reference" / "out")
 
 
+@pytest.fixture(scope="module")
+def calls(server, library, workplace):
+    """Writes and renames of an undisturbed job."""
+    folder = workplace / "counted"
+    assert server.run(folder, stops.command(NAME), call=call(library, folder)) == 0
+    return int((folder / "count").read_text())
+
+
 def call(library, place, kind="w", number=0, error=0):
     return "failing:begin", [library, str(place), kind, number, error]
 
@@ -54,14 +62,11 @@ def lines(folder) -> tuple[str, str]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("part", range(6))
-def test_calls_that_fail_one_at_a_time(server, library, workplace, reference, part):
+@pytest.mark.parametrize("part", by_day(range(6), (2, 3, 5)))
+def test_calls_that_fail_one_at_a_time(server, library, workplace, reference, calls, part):
     """Writes and renames, the first to the last, by part; every other is told that the disk is full."""
     folder = workplace / f"failing {part}"
-    assert server.run(folder, stops.command(NAME), call=call(library, folder)) == 0
-    calls = int((folder / "count").read_text())
     assert calls > 30
-    shutil.rmtree(folder)
     number = 1 + (calls - 1) * part // 5
     error = errno.EIO if part % 2 else errno.ENOSPC
     code = server.run(folder, stops.command(NAME), call=call(library, folder, "w", number, error))
@@ -78,7 +83,7 @@ def test_calls_that_fail_one_at_a_time(server, library, workplace, reference, pa
 
 
 @needs_compiler
-@pytest.mark.parametrize("number", [1, 4, 9])
+@pytest.mark.parametrize("number", [4, *nightly(1, 9)])
 def test_a_model_that_cannot_be_read(server, library, workplace, reference, number):
     folder, model = workplace / f"reading {number}", workplace / "model"
     code = server.run(folder, stops.command(NAME), call=call(library, model, "r", number, errno.EIO))
@@ -89,8 +94,10 @@ def test_a_model_that_cannot_be_read(server, library, workplace, reference, numb
 
 
 @needs_compiler
-@pytest.mark.parametrize("error", [errno.EROFS, errno.EACCES])
-@pytest.mark.parametrize("number", [12, 40])
+@pytest.mark.parametrize(
+    "error, number",
+    [(errno.EROFS, 12), (errno.EACCES, 40), *nightly((errno.EROFS, 40), (errno.EACCES, 12))],
+)
 def test_a_folder_that_turns_read_only(server, library, workplace, reference, error, number):
     """From some call on; by the system's answer, for root may write anywhere."""
     folder = workplace / f"read-only {error} {number}"
@@ -129,7 +136,7 @@ def test_a_clock_that_is_set_back(server, workplace, reference):
     assert stops.contents(folder / "out") == reference
 
 
-@pytest.mark.parametrize("closed", [[1], [2], [1, 2]], ids=["stdout", "stderr", "both"])
+@pytest.mark.parametrize("closed", [[1], [2], *nightly([1, 2])], ids=["stdout", "stderr", "both"])
 def test_a_parent_that_closes_the_pipe(server, workplace, reference, closed):
     """Who listened went away: a job that has still something to say ends as SIGPIPE would end it, and goes on
     when it is told to. No word of it is lost elsewhere."""

@@ -133,6 +133,7 @@ def test_ticks_are_round(low, high, log, kind, expected):
     assert texts == re.split(r"\||(?<!\d) | (?=\d)", expected)
 
 
+@pytest.mark.nightly
 def test_png_plots(tmp_path):
     many = records.many()
     record = many | {"models": [*many["models"], records.model(records.NASTY, 8_000_000, 0.001)]}

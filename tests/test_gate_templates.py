@@ -10,6 +10,7 @@ from pathlib import Path
 import gate_runs
 import pytest
 import yaml
+from nights import nightly
 from test_docs import ROOT
 
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
@@ -55,7 +56,7 @@ def shell(quantkit, tmp_path):
 
 @pytest.fixture
 def source(tiny_model):
-    return str(tiny_model("llama", tokenizer=True, name="tiny"))
+    return str(tiny_model("llama", tokenizer=True, name="tiny", num_hidden_layers=1))
 
 
 def sent(shell: gate_runs.Shell) -> list[list[str]]:
@@ -131,7 +132,8 @@ def test_the_gitlab_job_passes_then_fails_and_keeps_its_report(shell, source):
     assert "body@quantkit-report/table.md" in note
 
 
-HOSTILE = ["$(touch owned)", "`touch owned`", '"; touch owned; "', "'; touch owned; '", "a\ntouch owned"]
+HOSTILE = ['"; touch owned; "', "a\ntouch owned"]
+HOSTILE += nightly("$(touch owned)", "`touch owned`", "'; touch owned; '")
 
 
 @pytest.mark.parametrize("text", HOSTILE)

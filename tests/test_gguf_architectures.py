@@ -8,6 +8,7 @@ import pytest
 import test_gguf_mixtures_of_experts as mixtures
 import torch
 import transformers as hf
+from nights import by_day
 from sums import assert_sums
 
 from quantkit.inspection import record
@@ -162,7 +163,14 @@ def has_gelu(config) -> bool:
     )
 
 
-@pytest.fixture(scope="module", params=[*CASES, *mixtures.CASES])
+# One of each family, and each way to scale positions.
+DAY = "llama,llama yarn,llama 3,llama longrope,mistral,qwen2,qwen3,gemma2,gemma3,phi3,phi3 long,gpt2"
+DAY += ",gptneox,bloom,falcon 7b,falcon 40b,starcoder,starcoder2,olmo2,granite,glm,glm4,exaone4,smollm3"
+DAY += ",nemotron,mixtral,qwen2moe,qwen3moe,ernie,glm4moe,dots1,minimax-m2,olmoe,deepseek-v2,deepseek-v3"
+DAY += ",gpt-oss,llama4,granitemoe"
+
+
+@pytest.fixture(scope="module", params=by_day([*CASES, *mixtures.CASES], DAY.split(",")))
 def case(request, tmp_path_factory):
     """File, ids, transformers' logits and configuration of each case."""
     folder = tmp_path_factory.mktemp("case") / "model"

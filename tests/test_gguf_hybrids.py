@@ -5,6 +5,7 @@ import pytest
 import torch
 import transformers as hf
 from families import FURTHER, save_tokenizer
+from nights import nightly
 from test_gguf_mixtures_of_experts import agrees_with_llama_cpp
 from test_wrappers import TOKENS, VISUAL
 
@@ -28,7 +29,7 @@ def source(tmp_path_factory):
     return save_tokenizer(folder)
 
 
-@pytest.mark.parametrize("solver", ["gptq", "rtn"])
+@pytest.mark.parametrize("solver", ["rtn", *nightly("gptq")])
 def test_a_quantized_hybrid_computes_in_llama_cpp_what_it_decodes_to(source, tmp_path, solver):
     path = tmp_path / "model.gguf"
     options = {"type": ("Q8_0",), "solver": solver}

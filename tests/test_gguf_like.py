@@ -16,6 +16,7 @@ from quantkit.models.files.gguf_writer import Entry, GgufWriter
 from quantkit.quantize import loop
 
 LIKE = Path(__file__).parent / "data" / "llama_quantize.gguf"
+PLAIN = ["--transform", "none", "--refine", "0"]
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 
 
@@ -133,7 +134,9 @@ def test_rows_that_no_block_divides_are_named(tiny_model, quantkit, tmp_path):
 def test_blocks_run_with_kept_linears_as_the_file_has_them(tiny_model, text, make, tmp_path):
     """The source has 32 bits. Without this, the verification would fail."""
     model = tiny_model("llama", tokenizer=True, **SIZES)
-    make("gguf", model, "--exclude", "q_proj", "--tensor-type", "attn_k=BF16", *text, "-o", "out.gguf")
+    make(
+        "gguf", model, "--exclude", "q_proj", "--tensor-type", "attn_k=BF16", *text, *PLAIN, "-o", "out.gguf"
+    )
     found = tensors(tmp_path / "out.gguf")
     assert [found[f"blk.1.attn_{name}.weight"][0] for name in "qkv"] == ["F16", "BF16", "Q6_K"]
 

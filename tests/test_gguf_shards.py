@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub.errors import NotASafetensorsRepoError
+from nights import nightly
 
 from quantkit.errors import QuantkitError
 from quantkit.inspection import verify
@@ -206,7 +207,7 @@ def test_llama_cpp_computes_the_same_logits(written):
 # ---- read
 
 
-@pytest.mark.parametrize("given", ["m.gguf", named("m", 3)[0], named("m", 3)[2]])
+@pytest.mark.parametrize("given", ["m.gguf", *nightly(named("m", 3)[0], named("m", 3)[2])])
 def test_every_command_takes_any_name_of_it(written, given, quantkit, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(families.sentences()))
@@ -371,6 +372,7 @@ def test_shards_of_an_unquantized_model_of_others_are_kept(source, tmp_path):
     assert "quantkit.manifest" in metadata
 
 
+@pytest.mark.nightly
 def test_a_job_that_stops_leaves_no_shard_and_goes_on(source, tmp_path, monkeypatch):
     """The first shard, which clients open, is the last to be put into its place."""
     settings = {"calibration": jobs.calibration(tmp_path, 4, 32), "max_shard_gb": 3e-5}

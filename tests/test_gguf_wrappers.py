@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from nights import nightly
 from safetensors.torch import load_file
 from sums import assert_sums
 from test_wrappers import TOWER, save
@@ -55,23 +56,21 @@ def test_llama_cpp_computes_the_language_model(tmp_path, capsys, family):
     assert "left out multi_modal_projector, vision_tower (" in said and "mmproj file" in said
 
 
-def test_error_feedback_and_importance_know_the_wrappers_names(tmp_path):
+@pytest.mark.parametrize("solver", ["rtn", *nightly("gptq")])
+def test_error_feedback_and_importance_know_the_wrappers_names(tmp_path, solver):
     folder = wrapper(tmp_path / "gemma3", "gemma3")
-    for solver in ("gptq", "rtn"):
-        path, progress = tmp_path / f"{solver}.gguf", jobs.Listener()
-        options = {"type": ("Q4_K_M",), "solver": solver}
-        arguments = {"calibration": jobs.calibration(tmp_path), "progress": progress}
-        jobs.prepare("gguf", folder, path, options, **arguments)
-        assert any(
-            "a language model alone: multi_modal_projector, vision_tower" in w for w in progress.warnings
-        )
-        summary = jobs.quantize("gguf", folder, path, options, calibration=arguments["calibration"])
-        assert summary.linears == 3 * 7
-        found = sizes.read(str(folder))
-        planned = formats.weights("Q4_K_M", found.parameters).bytes
-        _, infos = read_header(path)
-        assert planned == path.stat().st_size - min(info.offset for info in infos.values())
-        found = blocks.logits(path, IDS)
-        with Llama(path, 256) as llama:
-            theirs = torch.from_numpy(llama.logits(IDS[0].tolist()))
-        assert (theirs - found).norm() <= 0.05 * found.norm()
+    path, progress = tmp_path / f"{solver}.gguf", jobs.Listener()
+    options = {"type": ("Q4_K_M",), "solver": solver}
+    arguments = {"calibration": jobs.calibration(tmp_path), "progress": progress}
+    jobs.prepare("gguf", folder, path, options, **arguments)
+    assert any("a language model alone: multi_modal_projector, vision_tower" in w for w in progress.warnings)
+    summary = jobs.quantize("gguf", folder, path, options, calibration=arguments["calibration"])
+    assert summary.linears == 3 * 7
+    found = sizes.read(str(folder))
+    planned = formats.weights("Q4_K_M", found.parameters).bytes
+    _, infos = read_header(path)
+    assert planned == path.stat().st_size - min(info.offset for info in infos.values())
+    found = blocks.logits(path, IDS)
+    with Llama(path, 256) as llama:
+        theirs = torch.from_numpy(llama.logits(IDS[0].tolist()))
+    assert (theirs - found).norm() <= 0.05 * found.norm()

@@ -112,6 +112,7 @@ def test_what_is_missing_is_said_at_once():
     assert "pip install 'torch>=" in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_device_that_is_not_there_is_said_at_once(capsys, tmp_path):
     assert gpu_day.main(["--device", "cuda:99", "--work", str(tmp_path)]) == 2
     said = capsys.readouterr().err

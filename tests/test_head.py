@@ -236,7 +236,7 @@ def test_everything_asks_one_fact(form, name):
     )
 
 
-@pytest.mark.parametrize("name", ["copy", "alone"])
+@pytest.mark.parametrize("name", ["copy", *nightly("alone")])
 def test_another_form_of_a_tied_model_gives_the_same_files(form, tmp_path, name):
     """With its own head, verification compared logits of a rounded embedding with those of the copy."""
     options = RTN | {"layout": "mlx", "embedding": 4}

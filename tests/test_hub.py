@@ -13,6 +13,7 @@ OLDER = "f" * 40
 TEMPLATE = "additional_chat_templates/tool_use.jinja"
 OPTIONS = (
     "--samples 4 --seqlen 32 --batch-size 2 --threads 1 --group-size 32 --calibration org/data:train:text"
+    " --transform none --refine 0"
 )
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from families import save_tokenizer
+from nights import nightly
 from safetensors.torch import save_file
 from sums import assert_sums
 from test_gguf_mixtures_of_experts import CASES, save
@@ -20,7 +21,7 @@ from quantkit.quantize.progress import Progress
 EXPERTS, UNREACHED = 6, (4, 5)  # in block 1
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen3moe"])
+@pytest.fixture(scope="module", params=["mixtral", *nightly("qwen3moe")])
 def source(request, tmp_path_factory):
     """A mixture of six experts, two of which the second block's router never chooses."""
     make, arguments = CASES[request.param]

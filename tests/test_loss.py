@@ -8,6 +8,7 @@ import jobs
 import pytest
 import torch
 import transformers
+from nights import nightly
 from safetensors.torch import load_file, save_file
 
 from quantkit.models.files import headers
@@ -142,6 +143,7 @@ def test_a_float_file_beside_coded_ones_is_no_part_of_the_loop(make, wide, calib
     assert exact["loss"]["rtn_kld"] is None and coded["loss"]["rtn_kld"] > 0
 
 
+@pytest.mark.nightly
 def test_round_to_nearest_has_the_embedding_of_the_output(make, wide, calibrated):
     coarse = ("--token-embedding-type", "Q2_K", "--output-tensor-type", "Q2_K")
     found = make("gguf", wide, "-t", "Q8_0", *coarse, *calibrated)["loss"]
@@ -200,7 +202,7 @@ def post_norm(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("faulty", [False, True])
+@pytest.mark.parametrize("faulty", [True, *nightly(False)])
 def test_writers_of_hidden_states_that_are_none_are_seen(tmp_path, monkeypatch, faulty):
     if faulty:  # as quantkit 0.3 found them in Gemma 3
         writers = ["self_attn.o_proj", "mlp.down_proj"]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from families import save_model
-from nights import by_day
+from nights import by_day, nightly
 from published import CONFIGS, PARAMETERS, gated
 from stand_in_hub import SHA, TOKEN, Elsewhere, Repo, StandInHub
 from transformers import AutoModelForCausalLM
@@ -344,7 +344,7 @@ def online(hub_server, tmp_path_factory):
         yield lambda *arguments: SimpleNamespace(**process.ask(do="run", arguments=["plan", *arguments]))
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [True, *nightly(False)])
 def test_of_a_hub_id_only_headers_are_fetched(hub_server, online, record, tmp_path, sharded):
     folder = save_model(tmp_path / "m", "llama", hidden_size=256, intermediate_size=1024, num_hidden_layers=2)
     if sharded:

@@ -20,6 +20,7 @@ import forked
 import pytest
 import torch
 import torch.distributed as dist
+from nights import nightly
 from sums import assert_sums
 
 from quantkit import cli
@@ -167,27 +168,38 @@ def server():
     """Begins with its first process, whichever test that is of, and imports what this file does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        patch.setenv("OMP_WAIT_POLICY", "passive")
         first = SERVER.Process(target=int)
         first.start()
         first.join()
 
 
+COMMANDS = [
+    [*GPTQ, "-o", "out"],
+    EVAL,
+    ["imatrix", "model", *CALIBRATION, "-o", "m.gguf"],
+    ["gptq", "mixture", *PLAIN, *CALIBRATION, "-o", "experts"],
+]
+NIGHTLY_COMMANDS = [
+    ["awq", "model", "--candidates", "4", *CALIBRATION, "-o", "awq"],
+    ["gguf", "model", "-t", "Q4_0", *CALIBRATION, "-o", "model.gguf"],
+]
+
+
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     """Two folders in which one process and two have run the same commands."""
-    top = tmp_path_factory.mktemp("ranks")
-    commands = [
-        [*GPTQ, "-o", "out"],
-        EVAL,
-        ["imatrix", "model", *CALIBRATION, "-o", "m.gguf"],
-        ["awq", "model", "--candidates", "4", *CALIBRATION, "-o", "awq"],
-        ["gptq", "mixture", *PLAIN, *CALIBRATION, "-o", "experts"],
-        ["gguf", "model", "-t", "Q4_0", *CALIBRATION, "-o", "model.gguf"],
-    ]
+    return by_one_and_two(tmp_path_factory.mktemp("ranks"), COMMANDS)
+
+
+@pytest.fixture(scope="module")
+def done_at_night(tmp_path_factory):
+    return by_one_and_two(tmp_path_factory.mktemp("at-night"), NIGHTLY_COMMANDS)
+
+
+def by_one_and_two(top: Path, commands: list[list]) -> tuple[Path, Path]:
     one, two = make_folder(top / "one"), make_folder(top / "two")
-    assert run(one, 1, *commands) == [[0]] * 6
-    assert run(two, 2, *commands, [*GPTQ, "-o", "again"]) == [[0, 0]] * 7
+    assert run(one, 1, *commands) == [[0]] * len(commands)
+    assert run(two, 2, *commands) == [[0, 0]] * len(commands)
     return one, two
 
 
@@ -198,6 +210,7 @@ def linears(place: Path) -> list[dict]:
 
 def test_the_same_number_of_processes_writes_the_same_bytes(done):
     _, two = done
+    assert run(two, 2, [*GPTQ, "-o", "again"]) == [[0, 0]]
     found, again = (
         {path.name: path.read_bytes() for path in (two / name).iterdir() if "timings" not in path.name}
         for name in ("out", "again")
@@ -205,19 +218,24 @@ def test_the_same_number_of_processes_writes_the_same_bytes(done):
     assert {name: text.replace(b"again", b"out") for name, text in again.items()} == found
 
 
-@pytest.mark.parametrize("name", ["out", "awq", "experts"])
-def test_two_processes_write_a_sample_of_the_quality_of_one(done, name):
+@pytest.mark.parametrize(
+    "name, fixture", [("out", "done"), ("experts", "done"), *nightly(("awq", "done_at_night"))]
+)
+def test_two_processes_write_a_sample_of_the_quality_of_one(request, name, fixture):
     """A weight between two codes may tip, with it what comes after it in its row, and all blocks behind."""
-    one, two = ([row["error"] for row in linears(folder / name)] for folder in done)
+    folders = request.getfixturevalue(fixture)
+    one, two = ([row["error"] for row in linears(folder / name)] for folder in folders)
     assert one[0] == pytest.approx(two[0], rel=1e-3), "in the first linear few weights tip"
     assert sum(one) == pytest.approx(sum(two), rel=0.05)
 
 
-def test_the_loss_of_a_file_with_an_encoded_head_is_measured(done):
+@pytest.mark.nightly
+def test_the_loss_of_a_file_with_an_encoded_head_is_measured(done_at_night):
     """Rank 0 measures it alone, with the encoded head in the baseline, too."""
-    one, two = (card.read_text() for card in (folder / "model.gguf.md" for folder in done))
+    one, two = (card.read_text() for card in (folder / "model.gguf.md" for folder in done_at_night))
     assert "KL divergence" in one and one.count("|") == two.count("|")
-    assert (done[0] / "model.gguf").stat().st_size == (done[1] / "model.gguf").stat().st_size
+    sizes = [(folder / "model.gguf").stat().st_size for folder in done_at_night]
+    assert sizes[0] == sizes[1]
 
 
 def test_an_evaluation_by_two_processes_is_that_of_one(done):
@@ -281,7 +299,7 @@ def test_an_importance_matrix_by_two_processes_is_that_of_one(done):
 def test_the_first_process_alone_speaks(done):
     _, two = done
     assert (two / "out-2-0-0").read_text().startswith("written")
-    assert all((two / f"out-2-1-{number}").read_text() == "" for number in range(6))
+    assert all((two / f"out-2-1-{number}").read_text() == "" for number in range(len(COMMANDS)))
     assert all((two / f"err-2-{rank}-{number}").read_text() == "" for rank in (0, 1) for number in (0, 1, 2))
 
 
@@ -311,6 +329,7 @@ def test_the_error_of_another_is_told_by_the_first(tmp_path):
     assert (folder / "err-2-1-0").read_text() == ""
 
 
+@pytest.mark.nightly
 def test_one_that_hangs_ends_the_other_after_the_time_limit(tmp_path):
     folder = make_folder(tmp_path / "hangs")
     processes, _store = start(folder, 2, 0, [*GPTQ, "-o", "out"], "hangs")
@@ -346,6 +365,7 @@ def burn() -> None:
         sum(range(10**6))
 
 
+@pytest.mark.nightly
 def test_a_finished_job_ends_well_while_others_use_the_cores(tmp_path):
     folder = make_folder(tmp_path / "busy")
     others = [SERVER.Process(target=burn, daemon=True) for _ in range(2)]

@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from jobs import contents
+from nights import by_day, nightly
 
 from quantkit.quantize.outputs import folder as folder_output
 from quantkit.quantize.staging import blocks as staged_blocks
@@ -104,9 +105,11 @@ def staged(one_block, tmp_path) -> Path:
     ("place", "call", "blocks", "left"),
     [
         ("os:replace", 5, 1, "block-00001.safetensors.tmp"),
-        ("quantkit.quantize.outputs.folder:write_json", 1, BLOCKS, "output/tokenizer.json"),
-        ("quantkit.quantize.outputs.folder:model_card", 1, BLOCKS, "output/quantkit-timings.json"),
         ("quantkit.quantize.staging.folder:Staging.publish", 1, BLOCKS, "output/README.md"),
+        *nightly(
+            ("quantkit.quantize.outputs.folder:write_json", 1, BLOCKS, "output/tokenizer.json"),
+            ("quantkit.quantize.outputs.folder:model_card", 1, BLOCKS, "output/quantkit-timings.json"),
+        ),
     ],
 )
 def test_killed_at_the_worst_moments(forker, workplace, reference, folder, place, call, blocks, left):
@@ -131,7 +134,7 @@ def test_killed_after_every_block(forker, workplace, reference, folder):
     assert contents(folder / "out") == reference
 
 
-@pytest.mark.parametrize(("rename", "place"), [(1, "out"), (2, "out.partial/replaced/out")])
+@pytest.mark.parametrize(("rename", "place"), [(2, "out.partial/replaced/out"), *nightly((1, "out"))])
 def test_killed_while_replacing_an_output(forker, workplace, reference, folder, rename, place):
     """The old output is there, or between the renames in the staging folder, until the new one is."""
     (folder / "out").mkdir()
@@ -161,7 +164,10 @@ def test_killed_with_the_output_in_place(forker, workplace, reference, folder):
 
 @pytest.mark.parametrize(
     ("call", "more"),
-    [(SLOW, ["--overwrite"]), (("failing:swallow", [2]), []), (("failing:swallow", [1]), []), (SLOW, None)],
+    [
+        *((("failing:swallow", [1]), []), (SLOW, None)),
+        *nightly((SLOW, ["--overwrite"]), (("failing:swallow", [2]), [])),
+    ],
 )
 def test_interrupted_by_hand(forker, workplace, reference, folder, call, more):
     """What the hint says can be pasted, whatever the command was."""
@@ -234,7 +240,7 @@ def test_another_version_is_refused(workplace, quantkit, staged):
     assert code == 2 and f"torch (0.1 there, {torch.__version__} here)" in said
 
 
-@pytest.mark.parametrize("left", [None, "lock", "fingerprint.json.tmp"])
+@pytest.mark.parametrize("left", [None, "fingerprint.json.tmp", *nightly("lock")])
 def test_nothing_staged_starts_afresh(workplace, reference, quantkit, tmp_path, left):
     if left:  # killed before the fingerprint was written
         (tmp_path / "out.partial").mkdir()
@@ -256,7 +262,7 @@ def test_how_the_first_run_ran_is_adopted(forker, workplace, tmp_path):
     assert contents(tmp_path / "killed/out") == contents(tmp_path / "whole/out")
 
 
-@pytest.mark.parametrize("asked", ["fp8 --static --kv-cache", "fp4 --activations --transform none"])
+@pytest.mark.parametrize("asked", ["fp8 --static --kv-cache", *nightly("fp4 --activations --transform none")])
 def test_jobs_of_other_kinds_resume(forker, workplace, tmp_path, asked):
     """With scales of inputs, keys and values among what is staged."""
     method, *flags = asked.split()
@@ -291,9 +297,10 @@ DAMAGE = {
     ),
     "no record": lambda folder: (folder / "block-00000.json").unlink(),
 }
+DAMAGED_BY_DAY = ("a bit of its tensors", "a record that is a list", "no record")
 
 
-@pytest.mark.parametrize("what", DAMAGE)
+@pytest.mark.parametrize("what", by_day(DAMAGE, DAMAGED_BY_DAY))
 def test_a_staged_block_that_was_damaged_is_made_again(workplace, reference, quantkit, staged, what):
     DAMAGE[what](staged)
     code, said = quantkit(*job(workplace), "--resume")
@@ -302,7 +309,7 @@ def test_a_staged_block_that_was_damaged_is_made_again(workplace, reference, qua
     assert contents(staged.parent / "out") == reference
 
 
-@pytest.mark.parametrize(("late", "resumed"), [("early", 1), ("late", 0)])
+@pytest.mark.parametrize(("late", "resumed"), [("late", 0), *nightly(("early", 1))])
 def test_a_source_that_is_hashed_beside_the_job(forker, workplace, reference, folder, late, resumed):
     """Blocks staged before the hash was known could be another source's: they are made again."""
     beside = ("failing:hash_beside", [60 if late == "late" else 0.1])
@@ -315,7 +322,7 @@ def test_a_source_that_is_hashed_beside_the_job(forker, workplace, reference, fo
     assert contents(folder / "out") == reference
 
 
-@pytest.mark.parametrize("mode", ["--resume", "--overwrite"])
+@pytest.mark.parametrize("mode", ["--resume", *nightly("--overwrite")])
 def test_one_process_at_a_time(forker, workplace, reference, quantkit, tmp_path, mode):
     process = forker.start(tmp_path, job(workplace), call=SLOW)
     wait_for(tmp_path / "out.partial" / "block-00000.safetensors", process)

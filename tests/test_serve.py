@@ -21,8 +21,10 @@ import psutil
 import pytest
 import torch
 import transformers
+from nights import nightly
 
 from quantkit import cli
+from quantkit.quantize.progress import SILENT
 from quantkit.serving.server import job
 from quantkit.serving.server.process import TOKENS as FIRST_TOKENS
 from quantkit.serving.server.process import serving
@@ -101,6 +103,16 @@ def test_llamacpp_from_the_start_to_ctrl_c(gguf, expected):
         assert not engine.is_running() and not (process.stdout.read() + process.stderr.read())
 
 
+def test_what_a_server_would_compute_is_compared(gguf, monkeypatch):
+    """As with `--check`, before anything starts."""
+    pytest.importorskip("xllamacpp")
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable))
+    prepared = job.prepare(str(gguf), ServeSettings(port=0, device="cpu"))
+    told = job.compare(prepared, None, True, SILENT)
+    assert told["agrees"] and told["tokens"] == 255
+
+
+@pytest.mark.nightly
 def test_llamacpp_is_compared_before_it_serves(gguf):
     pytest.importorskip("xllamacpp")
     with command_line(gguf, "--check", "--port", "0", "--json", "-q", "--device", "cpu") as (process, told):
@@ -181,7 +193,7 @@ RUNAWAYS = {
 }
 
 
-@pytest.mark.parametrize("key", ["tokenizer.chat_template", "tokenizer.chat_template.tool_use"])
+@pytest.mark.parametrize("key", ["tokenizer.chat_template", *nightly("tokenizer.chat_template.tool_use")])
 @pytest.mark.parametrize("template", RUNAWAYS)
 def test_a_template_that_runs_away_is_not_served(tiny_model, tmp_path, refuse, monkeypatch, key, template):
     """llama.cpp's server would run it in its own process, without limits."""

@@ -44,7 +44,7 @@ def test_job_dry_run_eval_and_inspect_agree(quantkit, text, method, output):
         assert found == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("engine", "output"), [("transformers", "out"), *nightly(("llama.cpp", "out.gguf"))])
+@pytest.mark.parametrize(("engine", "output"), nightly(("transformers", "out"), ("llama.cpp", "out.gguf")))
 def test_auto_eval_and_inspect_agree(quantkit, tiny_model, text, engine, output, few_tokens):
     tiny_model("llama", tokenizer=True, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
     search = ["auto", "llama", "--engine", engine, "--bpw", "5", "--search-tokens", "32", *CALIBRATED]

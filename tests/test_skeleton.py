@@ -8,6 +8,7 @@ import pytest
 import torch
 from blocks import open_skeleton, streamed
 from families import FAMILIES, WINDOW
+from nights import by_day
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -102,6 +103,9 @@ def refused(folder) -> QuantkitError:
 # The forward pass
 
 
+DAY = ("llama", "gpt2", "gemma3", "phi3", "falcon")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_streamed_logits_equal_the_whole_models(tiny_model, family):
     folder = tiny_model(family)
@@ -113,7 +117,7 @@ def test_streamed_logits_equal_the_whole_models(tiny_model, family):
     assert (single - streamed(skeleton, ids)[1:]).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_day(FAMILIES, DAY))
 def test_arguments_of_a_shape_that_were_forgotten_are_recorded_again(tiny_model, family):
     skeleton = open_skeleton(tiny_model(family))
     hidden = skeleton.embed(tokens())
@@ -124,7 +128,7 @@ def test_arguments_of_a_shape_that_were_forgotten_are_recorded_again(tiny_model,
     assert torch.equal(skeleton.run_block(1, hidden), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_day(FAMILIES, DAY))
 def test_names_without_the_base_models_prefix(tiny_model, family):
     folder, ids = tiny_model(family), tokens()
     want = whole(folder, ids)
@@ -166,7 +170,7 @@ def test_a_model_of_one_block(tiny_model):
     assert_same_logits(streamed(open_skeleton(folder), tokens()), whole(folder, tokens()))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_day(FAMILIES, DAY))
 def test_tied_embeddings_stay_one_tensor(tiny_model, family):
     skeleton = open_skeleton(tiny_model(family))
     model = skeleton.model

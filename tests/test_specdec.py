@@ -55,6 +55,7 @@ def test_the_record_of_two_drafts(make, target, draft):
     assert model["cost_by_bytes"] == model["draft_memory"]["stored"] / model["target_memory"]["stored"] < 1
 
 
+@pytest.mark.nightly
 def test_gguf_files_are_decoded(make, quantkit, target, tmp_path):
     files = [tmp_path / f"{kind}.gguf" for kind in ("F32", "Q8_0")]
     for path in files:

@@ -182,11 +182,13 @@ def drawn(pair):
     return sampled(*pair, range(4))
 
 
+@pytest.mark.nightly
 def test_sampled_text_follows_the_targets_distribution(pair, drawn):
     """By counts of pairs against exact probabilities."""
     assert transitions(drawn, pair[0]) > 0.001
 
 
+@pytest.mark.nightly
 def test_alpha_is_the_overlap_of_the_distributions(pair, drawn):
     """Theorem 3.5: a token that is looked at is accepted with probability Σ min(p, q), of its own p and q."""
     with torch.no_grad():

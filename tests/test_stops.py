@@ -11,7 +11,7 @@ import signal
 import forked
 import pytest
 import stops
-from nights import by_day
+from nights import by_day, nightly
 
 SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]
 CHAINS = {
@@ -33,7 +33,7 @@ def test_the_chains_are_many_and_of_all_kinds():
     assert sum(map(len, CHAINS.values())) >= 80
 
 
-DAY = [(name, shift) for name, shift in CHAINS if name in ("gptq", "nf4", "imatrix")]
+DAY = [(name, shift) for name, shift in CHAINS if name in ("nf4", "imatrix")]
 
 
 @pytest.mark.parametrize("name, shift", by_day(CHAINS, DAY))
@@ -57,10 +57,9 @@ def test_stopped_at_every_moment(forker, workplace, name, shift):
     "name, place, call, number",
     [
         ("nf4", "os:unlink", 3, signal.SIGKILL),
-        ("nf4", "os:rmdir", 1, signal.SIGKILL),
-        ("nf4", "os:rmdir", 1, signal.SIGINT),
         ("nf4", "quantkit.cli.job_report:print_summary", 1, signal.SIGTERM),
         ("gguf rtn", "os:rmdir", 1, signal.SIGINT),
+        *nightly(("nf4", "os:rmdir", 1, signal.SIGKILL), ("nf4", "os:rmdir", 1, signal.SIGINT)),
     ],
 )
 def test_stopped_behind_the_end(forker, workplace, tmp_path, name, place, call, number):
@@ -85,6 +84,7 @@ def test_stopped_behind_the_end(forker, workplace, tmp_path, name, place, call, 
     assert stops.left(name, folder) == []
 
 
+@pytest.mark.nightly
 def test_killed_while_what_another_job_left_is_removed(forker, workplace):
     """Whatever is gone by then, the folder is still known for a job's."""
     folder = workplace / "cleared"

@@ -10,6 +10,7 @@ import families
 import pytest
 import torch
 import transformers
+from nights import nightly
 from torch.nn.functional import log_softmax
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
@@ -29,7 +30,7 @@ def streamed(folder: Path) -> StreamedModel:
     return StreamedModel.open(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+@pytest.mark.parametrize("family", ["llama", "bloom", *nightly("gpt2")])
 def test_continuations_are_scored_as_by_the_whole_model(tiny_model, monkeypatch, family):
     """One request at a time, unpadded, by transformers; rounds and batches here hold a few of them."""
     monkeypatch.setattr(score, "ROUND_TOKENS", 300)
@@ -59,6 +60,7 @@ def test_continuations_are_scored_as_by_the_whole_model(tiny_model, monkeypatch,
     assert 10 < sum(one.greedy for one in found) < 25
 
 
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_the_number_of_requests(tiny_model, monkeypatch):
     """Bytes of all tensors alive while blocks pass by. Each length of text has masks of its own; the longest
     are scored first, either time."""

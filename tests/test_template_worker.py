@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+from nights import nightly
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models.files.open import open_checkpoint
@@ -78,10 +79,12 @@ def _raises(error: BaseException) -> bytes:
     [
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not end"),
         ("{{ 'x' * 3000000000 }}", "MiB of memory"),
-        ("{{ '%2000000000d' % 1 }}", "MiB of memory"),
-        ("{{ '{:2000000000}'.format(1) }}", "MiB of memory"),
         ("{{ 'a b ' * 5000000 }}", "more than 16 MiB"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without end"),
+        *nightly(
+            ("{{ '%2000000000d' % 1 }}", "MiB of memory"),
+            ("{{ '{:2000000000}'.format(1) }}", "MiB of memory"),
+        ),
     ],
 )
 def test_a_template_that_runs_away_is_stopped(tiny_model, monkeypatch, template, said):

@@ -6,6 +6,7 @@ import blocks
 import jobs
 import pytest
 import torch
+from nights import nightly
 
 from quantkit.errors import QuantkitError
 from quantkit.grids.affine import AffineGrid
@@ -184,6 +185,7 @@ def test_auto_loses_less_on_outlier_channels_and_says_what_it_did(twin, tmp_path
     assert all(not torch.equal(both[0][name], source[name]) for name in norms)
 
 
+@pytest.mark.nightly
 def test_gguf_files_hold_the_divided_norms(twin, tmp_path):
     """The job reads the file back and compares what it computes; here: the norms are not the source's."""
     model, text = twin("llama", hidden_size=256, intermediate_size=512), jobs.calibration(tmp_path)
@@ -214,7 +216,7 @@ def test_where_nothing_folds_the_job_says_so_and_writes_what_none_writes(twin, t
     assert all(torch.equal(both[0][name], both[1][name]) for name in both[1])
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", [False, *nightly(True)])
 def test_experts_stay_as_they_are(twin, tmp_path, monkeypatch, streamed):
     monkeypatch.setattr(expert_share, "streams", lambda *_: streamed)
     model, text = twin("mixtral"), jobs.calibration(tmp_path)

@@ -7,6 +7,7 @@ from pathlib import Path
 import families
 import pytest
 from jobs import contents
+from nights import nightly
 
 from quantkit.evaluation.stream import StreamedModel
 from quantkit.models.files.checkpoint import Checkpoint
@@ -15,6 +16,7 @@ from quantkit.quantize.outputs.gguf import GgufOutput
 from quantkit.quantize.staging.folder import Staging
 
 GPTQ = "gptq model -o out --group-size 32 --samples 2 --seqlen 16 --calibration text.txt -q"
+GPTQ += " --transform none --refine 0"
 
 
 def overwritten(model: Path) -> str:
@@ -54,7 +56,7 @@ def _later(path: Path) -> None:
 @pytest.fixture
 def model(tmp_path) -> Path:
     for name, seed in [("model", 0), ("other", 1)]:
-        families.save_tokenizer(families.save_model(tmp_path / name, "llama", seed=seed))
+        families.save_tokenizer(families.save_model(tmp_path / name, "llama", seed=seed, num_hidden_layers=2))
     (tmp_path / "text.txt").write_text("\n".join(families.sentences()))
     return tmp_path / "model"
 
@@ -73,7 +75,7 @@ def just_before(monkeypatch, kind, name: str, action, call: int = 1) -> list[str
     return said
 
 
-@pytest.mark.parametrize("change", [overwritten, cut_short, configured])
+@pytest.mark.parametrize("change", [overwritten, *nightly(cut_short, configured)])
 def test_a_source_that_changes_behind_the_first_block(quantkit, monkeypatch, model, change):
     assert quantkit(*GPTQ.split(), "-o", "whole/out").code == 0
     kept = shutil.copytree(model, model.parent / "kept")

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from nights import nightly
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -97,9 +98,11 @@ def test_outliers_that_were_scaled_are_as_far_as_the_manifest_says(tiny_model, m
     "family, method, options",
     [
         ("llama", "gptq", TEXT),
-        ("gpt2", "gptq", [*TEXT, "--transform", "none"]),
-        ("mixtral", "gptq", [*TEXT, "--layout", "compressed-tensors", "--experts", "all"]),
         ("llama", "gguf", ["-t", "Q8_0", *TEXT[:4]]),
+        *nightly(
+            ("gpt2", "gptq", [*TEXT, "--transform", "none"]),
+            ("mixtral", "gptq", [*TEXT, "--layout", "compressed-tensors", "--experts", "all"]),
+        ),
     ],
 )
 def test_errors_are_those_of_the_manifest(tiny_model, make, tmp_path, family, method, options):

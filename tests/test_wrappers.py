@@ -154,9 +154,9 @@ def test_what_lies_beside_the_language_model_is_found_and_not_loaded(tmp_path, f
 @pytest.mark.parametrize(
     ("command", "key"),
     [
-        (("gptq", "--group-size", "32"), "dynamic"),
-        (("nf4",), "llm_int8_skip_modules"),
+        (("gptq", "--group-size", "32", "--transform", "none", "--refine", "0"), "dynamic"),
         *nightly(
+            (("nf4",), "llm_int8_skip_modules"),
             (("awq", "--group-size", "32"), "modules_to_not_convert"),
             (("gptq", "--group-size", "32", "--layout", "compressed-tensors"), "ignore"),
             (("int8",), "llm_int8_skip_modules"),
@@ -189,7 +189,7 @@ def test_towers_keep_their_bytes_and_the_configuration_spares_them(quantkit, tmp
     assert evaluated.code == 0, evaluated.err
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("wrapped", [True, *nightly(False)])
 def test_prediction_heads_keep_their_bytes(quantkit, tmp_path, tiny_model, wrapped):
     folder = save(tmp_path / "wrapper", "gemma3") if wrapped else tiny_model("llama", tokenizer=True)
     heads = add_heads(folder)
@@ -269,7 +269,7 @@ def test_bits_of_the_whole_model_count_the_towers(quantkit, tmp_path):
     assert measured["size"]["bits_per_weight"] == 32
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["gemma3", *nightly("qwen2_5_vl", "qwen3_vl")])
 def test_transformers_loads_nf4_of_the_language_model_alone(quantkit, tmp_path, family):
     pytest.importorskip("bitsandbytes")
     folder = save(tmp_path / family, family)

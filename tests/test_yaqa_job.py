@@ -17,6 +17,7 @@ OPTIONS = "--solver yaqa --group-size 32 --samples 4 --seqlen 16 --batch-size 2 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 
 
+@pytest.mark.nightly
 def test_goes_on_with_the_gradients_of_the_run_before(tiny_model, quantkit, monkeypatch, tmp_path):
     model = tiny_model("llama", tokenizer=True, **SIZES)
     assert quantkit("gptq", model, *OPTIONS, "-o", "whole").code == 0
@@ -47,6 +48,7 @@ def test_a_file_that_was_changed_is_noticed(tmp_path):
     assert not staged.is_done(0)
 
 
+@pytest.mark.nightly
 def test_experts_that_no_gradient_reached_say_so(tiny_model, quantkit, tmp_path):
     """Of eight experts each token goes to one, and there are few tokens."""
     sizes = {"num_local_experts": 8, "num_experts_per_tok": 1, "num_hidden_layers": 1}

@@ -10,10 +10,12 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Self
 
 import pytest
 import torch
@@ -147,6 +149,17 @@ def make(cases: dict[str, Case], root: Path, demo_model: Path) -> dict[str, Path
     return folders
 
 
+def selected(module: ModuleType, items: list[pytest.Item]) -> dict[str, Case]:
+    """The cases of a module that the selected tests name: as their parameter, or in a mark."""
+    names = set()
+    for item in items:
+        if item.module is module:
+            names.update(name for mark in item.iter_markers("cases") for name in mark.args)
+            if hasattr(item, "callspec"):
+                names.add(item.callspec.params.get("name"))
+    return {name: case for name, case in module.CASES.items() if name in names}
+
+
 CLIENT = {"gptqmodel": "GPTQModel"} | dict.fromkeys(
     ("mlx", "packed"), "mlx-lm"
 )  # by loader; all others are ways of transformers
@@ -164,10 +177,30 @@ def inspect_agrees(case: Case, folder: Path, theirs: dict) -> None:
     assert row["loads"] == (theirs["error"] is None), (row, theirs["error"])
 
 
-def load(
-    cases: dict[str, Case], folders: dict[str, Path], root: Path, python: str | None = PYTHON,
-    script: str = "load.py",
-) -> dict[str, dict]:  # fmt: skip
+class Client:
+    """load.py in the client's python: it imports everything once, for the cases of several modules."""
+
+    def __enter__(self) -> Self:
+        self.log = tempfile.TemporaryFile("w+")
+        command = [PYTHON, str(Path(__file__).with_name("load.py"))]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log}
+        self.process = subprocess.Popen(command, text=True, **pipes)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.communicate()
+        self.log.close()
+
+    def answer(self, path: Path) -> None:
+        """Return when the results of a JOBS.json lie beside it."""
+        self.process.stdin.write(f"{path}\n")
+        self.process.stdin.flush()
+        if not self.process.stdout.readline():
+            self.log.seek(0)
+            raise AssertionError(self.log.read()[-3000:])
+
+
+def load(cases: dict[str, Case], folders: dict[str, Path], root: Path, client: Client) -> dict[str, dict]:
     """What the client says of each case: logits, greedy tokens, packed linears, or the error."""
     path = root / "jobs.json"
     jobs = [
@@ -176,9 +209,7 @@ def load(
     ]
     request = {"ids": IDS, "prompt": PROMPT, "new_tokens": NEW_TOKENS, "jobs": jobs}
     path.write_text(json.dumps(request))
-    script = Path(__file__).with_name(script)
-    done = subprocess.run([python, str(script), str(path)], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    client.answer(path)
     results = json.loads(path.with_name("results.json").read_text())
     for name, logits in load_file(path.with_name("logits.safetensors")).items():
         results[name]["logits"] = logits

@@ -1,8 +1,9 @@
 """Run by the client environment's python: what an independent client computes with checkpoints.
 
-usage: load.py JOBS.json. For each job `{name, folder, loader, dtype}` the logits `[tokens, vocabulary]`
-go to `logits.safetensors` beside JOBS.json, and everything else to `results.json`; a checkpoint that the
-client cannot load is a result, too. quantkit is not imported here.
+Each line of stdin is the path of a JOBS.json. For each job `{name, folder, loader, dtype}` the logits
+`[tokens, vocabulary]` go to `logits.safetensors` beside JOBS.json, and everything else to `results.json`; a
+checkpoint that the client cannot load is a result, too. Then a line goes to stdout. quantkit is not imported
+here.
 """
 
 import hashlib
@@ -91,4 +92,8 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # where clients print
+    for line in sys.stdin:
+        main(Path(line.rstrip("\n")))
+        print("done", file=answers, flush=True)

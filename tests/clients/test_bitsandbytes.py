@@ -4,6 +4,7 @@ import cases
 import pytest
 import torch
 from cases import Case
+from nights import by_day
 
 pytestmark = cases.MARKS
 
@@ -35,9 +36,10 @@ CASES = {
         tolerance=NF4,
     ),
 }
+DAY = ("int8", "int8, exclude", "nf4", "nf4, kernel", "nf4, exclude", "nf4, tied")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_day(CASES, DAY))
 def test_client_computes_what_quantkit_wrote(name, folders, client):
     case, theirs = CASES[name], client[name]
     cases.inspect_agrees(case, folders[name], theirs)
@@ -49,6 +51,8 @@ def test_client_computes_what_quantkit_wrote(name, folders, client):
     cases.compare(case, folders[name], theirs)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "decoded" in case.loader])
+@pytest.mark.parametrize(
+    "name", by_day([name for name, case in CASES.items() if "decoded" in case.loader], DAY)
+)
 def test_client_decodes_the_same_weights(name, folders, client):
     cases.same_weights(folders[name], client[name], torch.Tensor.half)

@@ -7,6 +7,7 @@ import cases
 import pytest
 import torch
 from cases import Case
+from nights import by_day
 
 from quantkit.models.files.open import open_checkpoint
 
@@ -51,9 +52,11 @@ CASES = {
     "exclude, compressed": replace(packed(loader="compressed"), exclude=EXCLUDE),
     "override": replace(packed(loader="compressed"), override=OVERRIDE, exclude=EXCLUDE),
 }
+DAY = ("4 bit", "4 bit, compressed", "4 bit, asymmetric", "3 bit, asymmetric", "8 bit, compressed")
+DAY += ("override", "fp8 inputs, compressed", "head, compressed", "qwen2 tied, compressed", "qwen3_moe")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_day(CASES, DAY))
 def test_client_computes_what_quantkit_wrote(name, folders, client):
     case, theirs = CASES[name], client[name]
     cases.inspect_agrees(case, folders[name], theirs)
@@ -65,13 +68,14 @@ def test_client_computes_what_quantkit_wrote(name, folders, client):
     cases.compare(case, folders[name], theirs)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_day(CASES, DAY))
 def test_client_decodes_the_same_weights_bit_for_bit(name, folders, client):
     """While loading it multiplies in the precision of the scales, float16; later in that of the model."""
     rounded = {"rounded": torch.Tensor.half} if CASES[name].loader == "dequantized" else {}
     cases.same_weights(folders[name], client[name], **rounded)
 
 
+@pytest.mark.cases("override", "4 bit, asymmetric")
 def test_cases_are_what_they_say(folders):
     """An override leaves linears of three kinds, and zero points vary."""
     linears = cases.linears(folders["override"])
@@ -81,6 +85,7 @@ def test_cases_are_what_they_say(folders):
     assert len(asymmetric.load("model.layers.1.mlp.down_proj.weight_zero_point").unique()) > 10
 
 
+@pytest.mark.cases("qwen3_moe")
 def test_routers_are_named_as_not_quantized(folders):
     """Which vLLM would make linears of, and look for packed."""
     config = json.loads((folders["qwen3_moe"] / "config.json").read_text())

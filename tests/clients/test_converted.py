@@ -27,8 +27,9 @@ def folders(tmp_path_factory, demo_model):
 
 
 @pytest.fixture(scope="module")
-def client(folders, tmp_path_factory):
-    return cases.load(CASES, folders, tmp_path_factory.mktemp("loaded"))
+def client(folders, process, tmp_path_factory):
+    loaded_by = process({case.loader for case in CASES.values()})
+    return cases.load(CASES, folders, tmp_path_factory.mktemp("loaded"), loaded_by)
 
 
 @pytest.mark.nightly

@@ -3,6 +3,7 @@
 import cases
 import pytest
 from cases import Case
+from nights import by_day, nightly
 
 from quantkit.evaluation import served
 from quantkit.evaluation.engines import Engine
@@ -45,9 +46,11 @@ CASES = {
         {"group_size": 32, "head": 8}, "qwen2", loader="gptqmodel", dtype="float16"
     ),
 }
+DAY = ("4 bit", "4 bit, gptqmodel", "act order", "3 bit", "asymmetric", "asymmetric, gptq_v2, gptqmodel")
+DAY += ("shards", "override, gptqmodel", "qwen3_moe", "head", "head, gptqmodel")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_day(CASES, DAY))
 def test_client_computes_what_quantkit_wrote(name, folders, client):
     case, theirs = CASES[name], client[name]
     if name == "head":  # optimum packs the linears of blocks alone, and `inspect` says so
@@ -71,7 +74,7 @@ def test_client_computes_what_quantkit_wrote(name, folders, client):
     cases.compare(case, folders[name], theirs)
 
 
-@pytest.mark.parametrize(("name", "agrees"), [("qwen2", True), ("head", False)])
+@pytest.mark.parametrize(("name", "agrees"), nightly(("qwen2", True), ("head", False)))
 def test_verify_finds_the_head_that_transformers_fills_with_random_numbers(folders, name, agrees):
     options = ["dtype=float32", 'quantization_config={"backend": "gptq_torch"}']
     engine = Engine.find("transformers", cases.PYTHON, options)
@@ -79,6 +82,7 @@ def test_verify_finds_the_head_that_transformers_fills_with_random_numbers(folde
     assert made["agrees"] == agrees and (made["difference"] < 1e-5 if agrees else made["difference"] > 0.1)
 
 
+@pytest.mark.cases("shards", "4 bit", "act order", "asymmetric")
 def test_cases_are_what_they_say(folders):
     """Shards are several files, act order scatters the groups, and the decode is not the source's weight."""
     assert len(list(folders["shards"].glob("model-*.safetensors"))) > 2

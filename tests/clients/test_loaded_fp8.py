@@ -6,6 +6,7 @@ import cases
 import pytest
 import torch
 from cases import Case
+from nights import by_day
 from sums import assert_sums
 
 from quantkit.evaluation.stream import StreamedModel
@@ -37,9 +38,12 @@ CASES = {
     "deepseek": fp8("fp8", layout="deepseek"),
     "deepseek, exclude": replace(fp8("fp8", layout="deepseek"), exclude=(r"layers\.0\.",)),
 }
+DAY = ("rows, compressed", "rows, dequantized", "blocks, compressed", "static, compressed", "cache")
+DAY += ("mx, compressed", "deepseek")
+COMPARED = [name for name in CASES if name not in ("cache", "mx, compressed")]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("cache", "mx, compressed")])
+@pytest.mark.parametrize("name", by_day(COMPARED, DAY))
 def test_client_computes_what_quantkit_wrote(name, folders, client, monkeypatch):
     """The same logits; with inputs rounded to e4m3, but where the client gives that up."""
     case, theirs = CASES[name], client[name]
@@ -52,6 +56,7 @@ def test_client_computes_what_quantkit_wrote(name, folders, client, monkeypatch)
     cases.compare(replace(case, tolerance=1e-4), folders[name], theirs)
 
 
+@pytest.mark.cases("mx, compressed")
 def test_client_computes_mxfp8_as_quantkit_does(folders, client):
     """In bfloat16, the only precision in which it rounds inputs."""
     own = cases.Own(folders["mx, compressed"], torch.bfloat16).logits(cases.IDS)
@@ -60,12 +65,13 @@ def test_client_computes_mxfp8_as_quantkit_does(folders, client):
     assert_sums(theirs["logits"], own, 2**-6)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_day(CASES, DAY))
 def test_client_decodes_the_same_weights_bit_for_bit(name, folders, client):
     rounded = {"rounded": bfloat16} if CASES[name].loader in DECODED else {}
     cases.same_weights(folders[name], client[name], **rounded)
 
 
+@pytest.mark.cases("cache")
 def test_client_quantizes_keys_and_values_as_eval_does(folders, client):
     ids = torch.tensor([cases.IDS])
     model = StreamedModel.open(open_checkpoint(str(folders["cache"])), torch.float32, torch.device("cpu"))

@@ -6,6 +6,7 @@ import cases
 import pytest
 import torch
 from cases import Case
+from nights import by_day
 
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 
@@ -23,9 +24,10 @@ CASES = {
     "qwen2": w8a8("compressed", "qwen2"),  # biases
     "exclude": replace(w8a8("compressed"), exclude=(r"layers\.0\.",)),
 }
+DAY = ("compressed", "dequantized", "exclude")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_day(CASES, DAY))
 def test_client_computes_what_quantkit_wrote(name, folders, client, monkeypatch):
     """The same logits, inputs rounded; plain linears leave inputs alone, and are in the scales' float16."""
     case, theirs = CASES[name], client[name]
@@ -38,7 +40,7 @@ def test_client_computes_what_quantkit_wrote(name, folders, client, monkeypatch)
     cases.compare(replace(case, tolerance=1e-4), folders[name], theirs)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_day(CASES, DAY))
 def test_client_decodes_the_same_weights_bit_for_bit(name, folders, client):
     rounded = {"rounded": torch.Tensor.half} if CASES[name].loader == "dequantized" else {}
     cases.same_weights(folders[name], client[name], **rounded)
