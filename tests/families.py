@@ -191,14 +191,15 @@ def sentences(count: int = 400, seed: int = 0) -> list[str]:
     return [" ".join(source.choices(pool, k=source.randint(6, 12))).capitalize() + "." for pool in pools]
 
 
-def save_tokenizer(folder: Path, bos: bool = False) -> Path:
-    """Write a byte-level BPE tokenizer of 512 tokens to `folder`; with `bos`, it begins texts with `<s>`."""
-    _tokenizer(bos).save_pretrained(folder)
+def save_tokenizer(folder: Path, bos: bool = False, seed: int = 0) -> Path:
+    """Write a byte-level BPE tokenizer of 512 tokens, trained on `sentences(seed=seed)`, to `folder`; with
+    `bos`, it begins texts with `<s>`."""
+    _tokenizer(bos, seed).save_pretrained(folder)
     return folder
 
 
 @functools.cache
-def _tokenizer(bos: bool) -> hf.PreTrainedTokenizerFast:
+def _tokenizer(bos: bool, seed: int) -> hf.PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -208,7 +209,7 @@ def _tokenizer(bos: bool) -> hf.PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(sentences(), trainer)
+    tokenizer.train_from_iterator(sentences(seed=seed), trainer)
     assert tokenizer.get_vocab_size() == VOCABULARY
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(

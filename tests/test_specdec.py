@@ -165,10 +165,8 @@ def test_prompts_are_cut_from_a_text(make, target, tmp_path):
     assert found["settings"]["prompts_sha256"] == digest
 
 
-def test_another_vocabulary_is_refused_and_named(refuse, target, tiny_model, monkeypatch):
-    others = families.sentences(seed=7)
-    monkeypatch.setattr(families, "sentences", lambda: others)
-    other = tiny_model("llama", tokenizer=True, name="other")
+def test_another_vocabulary_is_refused_and_named(refuse, target, tiny_model):
+    other = families.save_tokenizer(tiny_model("llama", name="other"), seed=7)
     error, hint = refuse(4, "specdec", target, other, *QUICK)
     assert f"{other} and {target} have different tokenizers: " in error and "lacks '" in error
     assert "prompt-lookup" in hint
