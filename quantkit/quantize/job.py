@@ -96,7 +96,7 @@ class Job:
 
 
 def prepare_all(request: Request, progress: Progress, dry_run: bool = False) -> tuple[list[Path], list[Job]]:
-    """Return a command's outputs and their jobs, of which `resume` leaves the unfinished. See `prepare`."""
+    """Return a command's outputs and a job for each; with `resume`, only unfinished jobs. See `prepare`."""
     requests = [linears.settled(single) for single in request.each()]
     outputs = [single.destination for single in requests]
     if request.resume:
@@ -269,7 +269,8 @@ def _verification_tokens(checkpoint: Checkpoint) -> Tensor:
 
 
 def _hashed(checkpoint: Checkpoint) -> Future[str]:
-    """Return the sha256, computed in a daemon thread, of a source; QuantkitError if it changed meanwhile."""
+    """Return the source's sha256, computed in a daemon thread. The result raises QuantkitError if the source
+    changed since it was opened."""
     sha256: Future[str] = Future()
 
     def run() -> None:

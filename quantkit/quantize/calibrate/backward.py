@@ -15,7 +15,7 @@ from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS
 
 
 def chunk_tokens(vocabulary: int) -> int:
-    """Return the number of tokens whose logits are computed at a time. The model makes a mask for each."""
+    """Return the number of tokens whose logits are computed at a time."""
     return min(LOGITS_TOKENS, max(1, LOGITS_BYTES // (4 * vocabulary)))
 
 

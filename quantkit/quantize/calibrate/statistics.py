@@ -39,7 +39,8 @@ class Drift:
 class SiteStatistics(dict[Statistic, Any]):
     """The statistics of one site that a job needs, and no others. tokens: number of rows of the inputs X.
 
-    Values are float32: HESSIAN `[in, in]`, INPUTS `[few, in]`, FOURTH `[2, in]`, others `[in]`; or a Drift.
+    Values are float32 tensors: HESSIAN `[in, in]`, INPUTS `[few, in]`, FOURTH `[2, in]`, others `[in]`. DRIFT
+    is a `Drift`.
     """
 
     def __init__(self, values: Mapping[Statistic, Any] | None = None, tokens: int = 0):

@@ -41,7 +41,7 @@ def available() -> list[str]:
 
 
 def load(name: str) -> type[Method]:
-    """Import a method's class: `nf4.py` has `Nf4`. QuantkitError lists names similar to an unknown one."""
+    """Import a method's class: `nf4.py` has `Nf4`. Raises QuantkitError, which lists similar names."""
     one_of(name, available(), f"no method {name!r}")
     return vars(importlib.import_module(f"{__name__}.{name}"))[name.capitalize()]
 
@@ -192,7 +192,7 @@ class Method(ABC):
         return kind(options.damp, options.act_order, options.refine, options.target)
 
     def transform(self, solver: Solver) -> ColumnScaling | None:
-        """Return the transform of each block for `--transform`; with rtn, "auto" is None: no text."""
+        """Return the transform of each block for `--transform`. With rtn, "auto" means none."""
         from quantkit.quantize.transforms.auto import FeedbackScaling
         from quantkit.quantize.transforms.awq import AwqScaling
 

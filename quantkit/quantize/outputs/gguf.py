@@ -290,7 +290,8 @@ def _of_weights(tensors: Mapping[str, TensorInfo], part: str) -> dict[str, Tenso
 
 
 def _staged_rows(staged: Staging, name: str) -> Callable[[tuple[slice]], Tensor]:
-    """Return a function to the bytes of some rows. Several ranks keep all: only rank 0 reads staged files."""
+    """Return a function that returns the bytes of some rows. Only rank 0 can read what is staged: several
+    ranks keep all rows in memory."""
     if distributed.count() == 1:
         return partial(reading.tensor, staged.rest()[name])
     return distributed.broadcast(lambda: reading.tensor(staged.rest()[name])).__getitem__
