@@ -55,8 +55,8 @@ class TracedBlock:
         """Return the block's parameters by name, decoded with `floats` in `dtype`; autograd can follow."""
         values = {name: floats[name].to(dtype) for name in self.dtypes}
         for local, weight in self.weights.items():
-            traced = weight.with_floats(self.of_linear(local, floats)).traced()
-            values[f"{local}.weight"] = traced.to(dtype)
+            changed = weight.with_floats(self.of_linear(local, floats))
+            values[f"{local}.weight"] = changed.values().to(dtype)
         return values
 
     def stored(self, floats: Mapping[str, Tensor]) -> Floats:

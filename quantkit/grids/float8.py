@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit.grids.fp4 import MX_BLOCK, MxFp4Grid, mx_scale
-from quantkit.grids.grid import Grid, by_rows, fill_rows, map_rows, matrix
+from quantkit.grids.grid import Grid, by_rows, map_rows, matrix
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST_FLOAT8, TOP = 448.0, 8  # the floor of its binary logarithm
@@ -131,17 +131,16 @@ class Float8Grid(Grid):
         return map_rows(work, torch.uint8, weight, params.scale)
 
     def nearest(self, weight: Tensor, params: Float8Params) -> Tensor:
-        def work(rows: Tensor, scale: Tensor, out: Tensor) -> None:
-            torch.mul(nearest(rows / scale[:, None]), scale[:, None], out=out)
+        def work(rows: Tensor, scale: Tensor) -> Tensor:
+            return nearest(rows / scale[:, None]).mul_(scale[:, None])
 
-        return fill_rows(work, weight, weight, params.scale)
+        return by_rows(work, weight, weight, params.scale)
 
     def decode(self, codes: Tensor, params: Float8Params) -> Tensor:
-        def work(rows: Tensor, scale: Tensor, out: Tensor) -> None:
-            torch.mul(from_float8(rows), scale[:, None], out=out)
+        def work(rows: Tensor, scale: Tensor) -> Tensor:
+            return from_float8(rows).mul_(scale[:, None])
 
-        values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-        return fill_rows(work, values, codes, params.scale)
+        return map_rows(work, torch.float32, codes, params.scale)
 
     def steps(self, params: Float8Params) -> tuple[Tensor, Tensor]:
         """Return step = scale and low = 0, both `[1, rows]`."""
@@ -169,9 +168,6 @@ class Float8Grid(Grid):
     def with_floats(self, params: Float8Params, floats: Mapping[str, Tensor]) -> Float8Params:
         """Return parameters with the scale of each block repeated over its rows."""
         return Float8Params(self._over_rows(floats["scale"], len(params.scale)))
-
-    def traced(self, codes: Tensor, params: Float8Params) -> Tensor:
-        return from_float8(codes) * params.scale[:, None]
 
     def describe(self) -> str:
         """Return `float8 e4m3, groups of 768`, or `blocks of 128 × 128` if rows share a scale."""

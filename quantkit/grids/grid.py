@@ -85,7 +85,7 @@ class Grid:
         raise NotImplementedError
 
     def decode(self, codes: Tensor, params: Params) -> Tensor:
-        """Return values, float32 `[rows, group_size]`."""
+        """Return values, float32 `[rows, group_size]`; autograd tracks the parameters."""
         raise NotImplementedError
 
     def nearest(self, weight: Tensor, params: Params) -> Tensor:
@@ -148,11 +148,6 @@ class Grid:
     def _storable(self, value: Tensor) -> Tensor:
         """Return `value` rounded to the nearest values that can be stored."""
         return value
-
-    def traced(self, codes: Tensor, params: Params) -> Tensor:
-        """Return `decode` by operations through which autograd tracks the parameters; values are equal up to
-        the last bit of a product."""
-        return self.decode(codes, params)
 
 
 def each_of(change: Callable[..., Tensor], first: Params, *others: Params) -> Params:
@@ -222,7 +217,11 @@ def by_rows(work: Callable[..., Tensor], out: Tensor, *parts: Tensor) -> Tensor:
 
     Temporaries as large as a weight would cost more in page faults than the work itself.
     """
-    return fill_rows(lambda *arguments, out: out.copy_(work(*arguments)), out, *parts)
+    widest = max(part[:1].numel() for part in (out, *parts))
+    rows = rows_at_once(out.device, widest)
+    pieces = list(zip(out.split(rows), *(part.split(rows) for part in parts), strict=True))
+    for_each(lambda target, *arguments: target.copy_(work(*arguments)), pieces)
+    return out
 
 
 def map_rows(work: Callable[..., Tensor], dtype: torch.dtype, first: Tensor, *parts: Tensor) -> Tensor:
@@ -231,15 +230,6 @@ def map_rows(work: Callable[..., Tensor], dtype: torch.dtype, first: Tensor, *pa
     if any(part.requires_grad for part in parts):
         return work(first, *parts)
     return by_rows(work, torch.empty(first.shape, dtype=dtype, device=first.device), first, *parts)
-
-
-def fill_rows(work: Callable[..., Any], out: Tensor, *parts: Tensor) -> Tensor:
-    """Do the same as `by_rows` for work that writes into a given tensor: `work(*parts, out=...)`."""
-    widest = max(part[:1].numel() for part in (out, *parts))
-    rows = rows_at_once(out.device, widest)
-    pieces = list(zip(out.split(rows), *(part.split(rows) for part in parts), strict=True))
-    for_each(lambda target, *arguments: work(*arguments, out=target), pieces)
-    return out
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -276,7 +266,7 @@ class QuantizedWeight:
         return torch.arange(self.codes.shape[1], device=self.codes.device) // self.grid.group_size
 
     def values(self) -> Tensor:
-        """Return the dequantized weight, float32 `[out, in]`."""
+        """Return the dequantized weight, float32 `[out, in]`; autograd tracks its floats."""
         if self.column_group is None:
             grouped = self.codes.reshape(-1, self.grid.group_size)
             return self.grid.decode(grouped, flat(self.params)).view(self.codes.shape)
@@ -293,13 +283,3 @@ class QuantizedWeight:
     def with_floats(self, floats: Mapping[str, Tensor]) -> QuantizedWeight:
         """Return the weight with the same codes and other floating-point parameters."""
         return dataclasses.replace(self, params=self.grid.with_floats(self.params, floats))
-
-    def traced(self) -> Tensor:
-        """Return `values` by operations through which autograd tracks the floats."""
-        if self.column_group is None:
-            grouped = self.codes.reshape(-1, self.grid.group_size)
-            return self.grid.traced(grouped, flat(self.params)).view(self.codes.shape)
-        groups = range(int(self.column_group.max()) + 1)
-        columns = [(self.column_group == index).nonzero()[:, 0] for index in groups]
-        parts = [self.grid.traced(self.codes[:, at], group(self.params, i)) for i, at in enumerate(columns)]
-        return torch.cat(parts, 1)[:, torch.argsort(torch.cat(columns))]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quantkit.grids.grid import by_rows, fill_rows, map_rows
+from quantkit.grids.grid import by_rows, map_rows
 from quantkit.grids.levels import WholeLevels, usable
 
 LEVELS = 127
@@ -60,11 +60,10 @@ class Int8Grid(WholeLevels):
         return step, step * 128
 
     def decode(self, codes: Tensor, params: Int8Params) -> Tensor:
-        def work(rows: Tensor, absmax: Tensor, out: Tensor) -> None:
-            _restore((rows ^ 128).view(torch.int8), absmax, out)
+        def work(rows: Tensor, absmax: Tensor) -> Tensor:
+            return (rows ^ 128).view(torch.int8).float().mul_(absmax[:, None]).mul_(INVERSE)
 
-        values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-        return fill_rows(work, values, codes, params.absmax)
+        return map_rows(work, torch.float32, codes, params.absmax)
 
     def scaled(self, params: Int8Params, factor: Tensor) -> Int8Params:
         return Int8Params(params.absmax * factor)
@@ -77,19 +76,6 @@ class Int8Grid(WholeLevels):
     def _storable(self, absmax: Tensor) -> Tensor:
         """Return absmax within float16's range, because clients decode to float16; float32 is stored."""
         return absmax.clamp(0, HALF_MAX)
-
-    def traced(self, codes: Tensor, params: Int8Params) -> Tensor:
-        return (codes.float() - 128) * params.absmax[:, None] * INVERSE
-
-
-def restored(codes: Tensor, absmax: Tensor) -> Tensor:
-    """Return values, float32 `[rows, in]`, of stored codes int8 `[rows, in]` and absmax `[rows]`."""
-    values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-    return fill_rows(_restore, values, codes, absmax)
-
-
-def _restore(codes: Tensor, absmax: Tensor, out: Tensor) -> Tensor:
-    return out.copy_(codes).mul_(absmax[:, None]).mul_(INVERSE)
 
 
 def _codes(rows: Tensor, absmax: Tensor) -> Tensor:

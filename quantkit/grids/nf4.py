@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quantkit.grids.grid import by_rows, fill_rows, map_rows
+from quantkit.grids.grid import by_rows, map_rows
 from quantkit.grids.levels import TableLevels, constant, usable
 
 BLOCK = 64
@@ -98,7 +98,11 @@ class Nf4Grid(TableLevels):
         return usable(absmax.clamp(min=0) / UNITS)[None], torch.zeros_like(absmax)[None]
 
     def decode(self, codes: Tensor, params: Nf4Params | NestedParams) -> Tensor:
-        return unpack(pack(codes), params.absmax)
+        def work(rows: Tensor, absmax: Tensor) -> Tensor:
+            values = constant(TABLE, rows.device).index_select(0, rows.flatten().int())
+            return values.view(rows.shape).mul_(absmax[:, None])
+
+        return map_rows(work, torch.float32, codes, params.absmax)
 
     def scaled(self, params: Nf4Params | NestedParams, factor: Tensor) -> Nf4Params | NestedParams:
         """Return absmax times `factor [rows]`; if double-quantized, the nearest value that its block
@@ -123,10 +127,6 @@ class Nf4Grid(TableLevels):
             return Nf4Params(floats["absmax"])
         return NestedParams.of(params.code, floats["nested"], floats["offset"])
 
-    def traced(self, codes: Tensor, params: Nf4Params | NestedParams) -> Tensor:
-        values = constant(TABLE, codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
-        return values * params.absmax[:, None]
-
 
 def pack(codes: Tensor) -> Tensor:
     """Pack codes `[rows, columns]` to uint8 `[rows, columns / 2]`, two in a byte, the first in the high
@@ -141,11 +141,11 @@ def unpack(packed: Tensor, absmax: Tensor) -> Tensor:
     decodes both codes of a byte."""
     values = torch.empty(len(packed), BLOCK, dtype=torch.float32, device=packed.device)
 
-    def decode(rows: Tensor, absmax: Tensor, out: Tensor) -> None:
+    def decode(rows: Tensor, absmax: Tensor) -> Tensor:
         pairs = _by_byte(TABLE).to(rows.device).index_select(0, rows.flatten().int())
-        torch.mul(pairs.view(torch.float32).view(-1, BLOCK), absmax[:, None], out=out)
+        return pairs.view(torch.float32).view(-1, BLOCK).mul_(absmax[:, None])
 
-    return fill_rows(decode, values, packed, absmax)
+    return by_rows(decode, values, packed, absmax)
 
 
 def double_quantize(absmax: Tensor) -> NestedParams:

@@ -72,23 +72,12 @@ class Int8Layout(Layout):
         from quantkit.grids.grid import QuantizedWeight
         from quantkit.grids.int8 import Int8Grid, Int8Params
 
-        codes, absmax = self._stored(tensors)
-        params = Int8Params(absmax[:, None])
-        return QuantizedWeight(Int8Grid(codes.shape[1]), codes.view(torch.uint8) ^ 128, params)
-
-    def values(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return `decode(tensors).values()`, computed from the stored codes."""
-        from quantkit.grids.int8 import restored
-
-        return restored(*self._stored(tensors))
-
-    def _stored(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return codes int8 `[out, in]` and absmax `[out]`. Raises QuantkitError if they do not fit."""
-        self.checked_spec(tensors)
+        spec = self.checked_spec(tensors)
         if "weight_format" in tensors and tensors["weight_format"].any():
             what = f"an int8 weight of weight_format {tensors['weight_format'].tolist()} is not supported"
             raise QuantkitError(what, "save it again with a current bitsandbytes", UNSUPPORTED)
-        return tensors["weight"], tensors["SCB"].float()
+        codes, params = tensors["weight"].view(torch.uint8) ^ 128, Int8Params(tensors["SCB"].float()[:, None])
+        return QuantizedWeight(Int8Grid(spec.in_features), codes, params)
 
     def module(
         self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None,
