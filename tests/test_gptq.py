@@ -17,7 +17,7 @@ from torch import Tensor
 from quantkit.grids import ggml
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.fp4 import MxFp4Grid, NvFp4Grid
-from quantkit.grids.ggml import MODULES
+from quantkit.grids.ggml import iquants
 from quantkit.grids.grid import Grid, QuantizedWeight, group, join
 from quantkit.grids.nf4 import Nf4Grid
 from quantkit.models.gguf.file_types import NO_FEEDBACK
@@ -191,7 +191,7 @@ GRIDS = [
     Nf4Grid(double_quant=False),
     NvFp4Grid(divisor=64.0),
     MxFp4Grid(),
-    *(ggml.named(name) for name in ggml.TYPES if name not in (*NO_FEEDBACK, *MODULES["iquants"])),
+    *(ggml.named(name) for name in ggml.TYPES if name not in (*NO_FEEDBACK, *iquants.GRIDS)),
 ]
 
 

@@ -12,14 +12,14 @@ from nights import by_day
 from reference_gptq import vector_sweep
 from test_ggml import WIDTH, importances, weights
 
-from quantkit.grids.ggml import MODULES, named
+from quantkit.grids.ggml import iquants, named
 from quantkit.grids.grid import QuantizedWeight
 from quantkit.layouts.ggml.blocks import encode_rows
 from quantkit.quantize.solvers import loss
 from quantkit.quantize.solvers.gptq import GptqSolver, sweep
 from quantkit.quantize.solvers.hessian import factorize, unit_upper
 
-BOOKS = MODULES["iquants"]
+BOOKS = tuple(iquants.GRIDS)
 TYPES = (*BOOKS, "TQ1_0", "TQ2_0")
 NEEDY = ("IQ2_XXS", "IQ2_XS")  # without importance ggml's encoder ends the process
 LIVE = ("IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")  # ggml takes seconds to make the other types' tables

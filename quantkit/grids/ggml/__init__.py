@@ -13,23 +13,13 @@ vectors with `nearest.py`. `fp4.py` has 4-bit floats.
 
 from __future__ import annotations
 
-import importlib
-
+from quantkit.grids.ggml import fp4, iq4, iquants, kquants, legacy
 from quantkit.grids.ggml.block import BlockGrid
 
-MODULES = {
-    "legacy": ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
-    "kquants": ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
-    "iq4": ("IQ4_NL", "IQ4_XS"),
-    "iquants": ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
-    "fp4": ("MXFP4", "NVFP4"),
-}
-TYPES = tuple(name for names in MODULES.values() for name in names)
+GRIDS: dict[str, BlockGrid] = legacy.GRIDS | kquants.GRIDS | iq4.GRIDS | iquants.GRIDS | fp4.GRIDS
+TYPES = tuple(GRIDS)
 
 
 def named(name: str) -> BlockGrid:
     """Return the grid of a ggml type, one of TYPES. Raises KeyError for another name."""
-    for module, names in MODULES.items():
-        if name in names:
-            return importlib.import_module(f"{__name__}.{module}").GRIDS[name]
-    raise KeyError(name)
+    return GRIDS[name]

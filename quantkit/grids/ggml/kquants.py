@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -66,7 +65,7 @@ class MinGrid(BlockGrid):
             weights = split(error_weights(blocks.x, blocks.importance, power), self.sub_size)
             plan = WITH_IMPORTANCE
         nmax = 2**self.bits - 1
-        scale, low, _ = make_qkx(x, weights, nmax, plan, codes=False)
+        scale, low, searched = make_qkx(x, weights, nmax, plan)
         scale, low = scale.view(-1, n), low.view(-1, n)
         if blocks.importance is None:
             (d, scales), (dmin, mins) = self._multiples(scale), self._multiples(low)
@@ -78,10 +77,8 @@ class MinGrid(BlockGrid):
         yield SubScalesAndMins(d, dmin, scales.t(), mins.t())
         step = (d * scales).flatten()
         codes = (x + (dmin * mins).flatten()).div_(step).round_().clamp_(0, nmax)
-        zero = (step == 0).nonzero()[:, 0]
-        if len(zero):  # every code has the same value there: C keeps what the search had
-            codes[:, zero] = make_qkx(x[:, zero], weights[:, zero], nmax, plan, codes=True)[2]
-        yield join(codes, n)
+        # every code has the same value where the step is 0: C keeps what the search had
+        yield join(torch.where(step == 0, searched, codes), n)
 
     def _own_weights(self, x: Tensor) -> Tensor:
         """Return error weights without importance: |x|, plus the sub-block's RMS except in Q2_K."""
@@ -101,25 +98,14 @@ class MinGrid(BlockGrid):
 class SignedGrid(BlockGrid):
     """Q3_K and Q6_K: signed scales, no mins."""
 
-    def _finish(self, x: Tensor, d: Tensor, scales: Tensor, searched: Callable[[Tensor], Tensor]) -> Encoded:
+    def _finish(self, x: Tensor, d: Tensor, scales: Tensor, searched: Tensor) -> Encoded:
         """Yield parameters, then codes rounded with them as stored. Columns whose step is 0 keep the codes of
-        the search, `searched(columns)`, as in C."""
+        the search, `searched`, as in C."""
         d = half(d)
         yield SubScales(d, scales.t())
         step = (d * scales).flatten()
         codes = (x / step).round_().clamp_(-self.offset, self.offset - 1).add_(self.offset)
-        zero = (step == 0).nonzero()[:, 0]
-        if len(zero):
-            codes[:, zero] = searched(zero)
-        yield join(codes, len(d))
-
-    def _make_qx(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return the scale of every column, and a function that returns the search's codes of columns."""
-
-        def searched(columns: Tensor) -> Tensor:
-            return make_qx(x[:, columns], weights[:, columns], self.offset, codes=True)[1]
-
-        return make_qx(x, weights, self.offset, codes=False)[0], searched
+        yield join(torch.where(step == 0, searched, codes), len(d))
 
 
 def signed_multiples(parts: Tensor, lowest: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,17 +125,17 @@ class Q3KGrid(SignedGrid):
         n = blocks.x.shape[1]
         x = split(blocks.x, self.sub_size)
         if blocks.importance is None:
-            scale, codes = make_q3(x, self.offset)
+            scale, searched = make_q3(x, self.offset)
             d, scales, largest = signed_multiples(scale.view(-1, n), self.scale_range[0])
             empty = largest == 0
             d, scales = d.masked_fill(empty, 0), scales.masked_fill(empty, -32)
-            yield from self._finish(x, d, scales, lambda columns: codes[:, columns])
-            return
-        weights = error_weights(blocks.x, blocks.importance, mean_square(blocks.x, 2))
-        weights = split(weights, self.sub_size)
-        scale, searched = self._make_qx(x, weights)
-        d, scales = make_qx(scale.view(-1, n), total(weights).view(-1, n), 32, codes=True)
-        yield from self._finish(x, d, scales.sub_(32), searched)
+        else:
+            weights = error_weights(blocks.x, blocks.importance, mean_square(blocks.x, 2))
+            weights = split(weights, self.sub_size)
+            scale, searched = make_qx(x, weights, self.offset)
+            d, scales = make_qx(scale.view(-1, n), total(weights).view(-1, n), 32)
+            scales = scales.sub_(32)
+        yield from self._finish(x, d, scales, searched)
 
 
 class Q6KGrid(SignedGrid):
@@ -161,7 +147,7 @@ class Q6KGrid(SignedGrid):
         n = blocks.x.shape[1]
         x = split(blocks.x, self.sub_size)
         weights = x * x if blocks.importance is None else split(blocks.importance, self.sub_size)
-        scale, searched = self._make_qx(x, weights)
+        scale, searched = make_qx(x, weights, self.offset)
         d, scales, largest = signed_multiples(scale.view(-1, n), self.scale_range[0])
         empty = largest.abs() < EPSILON
         encoded = self._finish(x, d.masked_fill(empty, 0), scales.masked_fill(empty, 0), searched)

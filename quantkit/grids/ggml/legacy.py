@@ -47,7 +47,7 @@ class ScaleGrid(BlockGrid):
             codes = scaled(blocks.x, d, -torch.inf).add_(self.offset + 0.5)
             yield codes.clamp_(0, 2 * self.offset - 1).trunc_()
         else:
-            d, codes = make_qx(blocks.x, row_weights(blocks), self.offset, codes=True)
+            d, codes = make_qx(blocks.x, row_weights(blocks), self.offset)
             yield from (Scale(half(d)), codes)
 
 
@@ -62,7 +62,7 @@ class ScaleAndMinGrid(BlockGrid):
             yield ScaleAndMin(half(d), half(m))
             yield scaled(x - m, d, -torch.inf).add_(0.5).clamp_(0, levels).trunc_()
         else:
-            d, low, codes = make_qkx(x, row_weights(blocks), levels, WITH_IMPORTANCE, codes=True)
+            d, low, codes = make_qkx(x, row_weights(blocks), levels, WITH_IMPORTANCE)
             yield from (ScaleAndMin(half(d), half(-low)), codes)
 
 

@@ -101,14 +101,11 @@ class Plan(NamedTuple):
 WITH_IMPORTANCE = Plan(-0.9, 0.05, 36)
 
 
-def make_qkx(
-    x: Tensor, weights: Tensor, nmax: int, plan: Plan, codes: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return scale and offset `low`, `[groups]`, for codes in 0 .. nmax (make_qkx2_quants, make_qkx3_quants).
+def make_qkx(x: Tensor, weights: Tensor, nmax: int, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scale and offset `low`, `[groups]`, and codes in 0 .. nmax (make_qkx2_quants, make_qkx3_quants).
 
     Starting with the range of x, finer and coarser scales are tried. For the codes of each, scale and low
-    with the least `Σ weights (x - scale code + low)²` are computed; the best are kept. codes: also return the
-    best codes.
+    with the least `Σ weights (x - scale code + low)²` are computed; the best are kept.
     """
     low = lowest(x).clamp_(max=0)
     high = x.amax(0)
@@ -139,16 +136,12 @@ def make_qkx(
         new_low.masked_fill_(above, 0)
         error = _error(x, weights, code, new_scale, new_low, plan.absolute, other)
         better = (determinant > 0) & (error < best)
-        if codes:
-            used = tuple(torch.where(better, a, b) for a, b in zip((factor, low), used, strict=True))
+        used = tuple(torch.where(better, a, b) for a, b in zip((factor, low), used, strict=True))
         best = torch.where(better, error, best)
         scale = torch.where(better, new_scale, scale)
         low = torch.where(better, new_low, low)
-    scale.masked_fill_(flat, 0)
-    if not codes:
-        return scale, -low, None
     _round_from(x, used[1], used[0].masked_fill(flat, 0), nmax, code)
-    return scale, -low, code
+    return scale.masked_fill_(flat, 0), -low, code
 
 
 def finite(factor: Tensor) -> Tensor:
@@ -189,7 +182,7 @@ def refitted(
     return scale, used
 
 
-def make_qx(x: Tensor, weights: Tensor, nmax: int, codes: bool) -> tuple[Tensor, Tensor | None]:
+def make_qx(x: Tensor, weights: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
     """Return the signed scale `[groups]` (make_qx_quants): the best of 19 around the one that fits the
     largest weight. Also returns the stored codes, `l + nmax`, or 0 in a group of zeros."""
     largest = extreme(x)
@@ -205,11 +198,8 @@ def make_qx(x: Tensor, weights: Tensor, nmax: int, codes: bool) -> tuple[Tensor,
 
     tried = (nmax, *(single(nmax, times(0.1, k)) for k in range(-9, 10) if k))
     scale, used = refitted(sums, (over(-size, largest) for size in tried))
-    scale.masked_fill_(zero, 0)
-    if not codes:
-        return scale, None
     torch.mul(x, used, out=code).round_().clamp_(-nmax, nmax - 1).add_(nmax)
-    return scale, clear(code, zero)
+    return scale.masked_fill_(zero, 0), clear(code, zero)
 
 
 def clear(code: Tensor, columns: Tensor) -> Tensor:
