@@ -66,13 +66,11 @@ class Float8Grid(Grid):
         return self.rows == WHOLE and self.scale is None
 
     def together(self, weights: Sequence[Tensor]) -> Float8Grid:
-        """Return a copy with one scale for all of `weights [out_k, in]`, if it spans whole matrices."""
         if not self.joint:
             return self
         return replace(self, scale=float(self.fit_matrix(torch.cat(tuple(weights))).scale[0, 0]))
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Float8Params:
-        """Return scales `[rows]`, one for each row of `weight [rows, group_size]`."""
         if not self.search:
             peak = by_rows(lambda rows: rows.abs().amax(1), weight.new_empty(len(weight)), weight)
             return Float8Params(self._scale(peak))
@@ -119,7 +117,6 @@ class Float8Grid(Grid):
         return best
 
     def plain(self) -> Float8Grid:
-        """Return the grid without search: scales fit the largest weight."""
         return replace(self, search=False)
 
     def round(self, weight: Tensor, params: Float8Params) -> Tensor:
@@ -143,7 +140,6 @@ class Float8Grid(Grid):
         return map_rows(work, torch.float32, codes, params.scale)
 
     def steps(self, params: Float8Params) -> tuple[Tensor, Tensor]:
-        """Return step = scale and low = 0, both `[1, rows]`."""
         return params.scale[None], torch.zeros_like(params.scale)[None]
 
     def snap(self, target: Tensor, out: Tensor) -> None:
@@ -166,7 +162,6 @@ class Float8Grid(Grid):
         return {"scale": params.scale[:: self.rows]}
 
     def with_floats(self, params: Float8Params, floats: Mapping[str, Tensor]) -> Float8Params:
-        """Return parameters with the scale of each block repeated over its rows."""
         return Float8Params(self._over_rows(floats["scale"], len(params.scale)))
 
     def describe(self) -> str:
@@ -183,7 +178,7 @@ class MxFp8Grid(Float8Grid):
 
     group_size: int = MX_BLOCK
     label = "mxfp8"
-    floats, _storable = MxFp4Grid.floats, MxFp4Grid._storable
+    floats, untrained, _storable = Grid.floats, MxFp4Grid.untrained, MxFp4Grid._storable
 
     def _scale(self, peak: Tensor) -> Tensor:
         return mx_scale(peak, TOP)

@@ -23,9 +23,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import Grid, Params, each_row, map_rows
-from quantkit.grids.levels import TableLevels, constant
+from quantkit.grids.levels import TableLevels, constant, nearest_codes
 from quantkit.grids.parallel import for_each, rows_at_once
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -33,6 +32,7 @@ LARGEST_FP4 = MAGNITUDES[-1]
 UNITS = 4  # steps in a scale: midpoints between values are whole numbers
 POSITIVE = tuple(UNITS * value for value in MAGNITUDES)
 SIGN = 8  # bit of a code
+POWERS_OF_TWO = "its scales are powers of two, too far apart to be trained"
 
 FLOAT8 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -65,7 +65,6 @@ class Fp4Levels(TableLevels):
     level_table = tuple(-value for value in POSITIVE[:0:-1]) + POSITIVE
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Return the values of codes in UNITS."""
         return torch.take(values_by_code(codes.device), codes.long()).mul_(UNITS)
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
@@ -86,7 +85,6 @@ class Fp4Grid(Fp4Levels):
     many = True
 
     def plain(self) -> Fp4Grid:
-        """Return the grid without search: scales fit the largest weight of a group."""
         return replace(self, search=False)
 
     def _divisor(self, weight: Tensor) -> float:
@@ -94,7 +92,6 @@ class Fp4Grid(Fp4Levels):
         return 1.0
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Fp4Params:
-        """Return scales `[rows]` of `weight [rows, group_size]`; `importance` as in Grid."""
         cost = None if importance is None else each_row(importance, len(weight)).t()
         return self.fit_columns(weight.t().contiguous(), cost)
 
@@ -135,7 +132,6 @@ class Fp4Grid(Fp4Levels):
         return map_rows(work, torch.float32, codes, params.step[:, None])
 
     def steps(self, params: Fp4Params) -> tuple[Tensor, Tensor]:
-        """Return the step in UNITS, and low = 0, both `[1, rows]`."""
         step = params.step / UNITS
         return step[None], torch.zeros_like(step)[None]
 
@@ -149,14 +145,7 @@ class MxFp4Grid(Fp4Grid):
 
     group_size = MX_BLOCK
     label = "mxfp4, groups of 32"
-
-    def floats(self, params: Fp4Params) -> dict[str, Tensor]:
-        """Raise QuantkitError: powers of two are too far apart to be trained."""
-        raise QuantkitError(
-            f"{self.describe()}: its scales are powers of two, too far apart to be trained",
-            "compress the teacher in another format, such as nvfp4",
-            UNSUPPORTED,
-        )
+    untrained = POWERS_OF_TWO, "compress the teacher in another format, such as nvfp4"
 
     def _candidates(self, largest: Tensor) -> Tensor:
         """Return the scale of the specification: the largest weight becomes 4 to 8 and may be cut off. With
@@ -184,13 +173,11 @@ class Divided(Grid):
     joint = spans_matrix
 
     def together(self, weights: Sequence[Tensor]) -> Divided:
-        """Return a copy with one divisor for all of `weights [out_k, in]`."""
         if self.divisor is not None:
             return self
         return replace(self, divisor=divisor_of(max(_largest(weight) for weight in weights)))
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Params:
-        """Return parameters `[out, groups]` with one divisor."""
         return super(Divided, self.together([weight])).fit_matrix(weight, importance)
 
 
@@ -217,7 +204,6 @@ class NvFp4Grid(Divided, Fp4Grid):
         return scale.clamp(E4M3_MIN, E4M3_MAX).to(FLOAT8).float()
 
     def clipped(self, params: Fp4Params) -> int:
-        """Return the number of scales at the upper limit of e4m3."""
         return int((params.scale >= E4M3_MAX).sum())
 
 
@@ -257,13 +243,9 @@ def values_by_code(device: torch.device) -> Tensor:
 
 @cache
 def _codes_by_place(device: torch.device) -> Tensor:
-    """Return the code of the values between each multiple of UNITS and the next one away from zero (see
-    TableLevels)."""
-    positive = torch.tensor(POSITIVE)
-    places = torch.arange(POSITIVE[-1] + 1) + 0.5
-    codes = torch.bucketize(places, (positive[1:] + positive[:-1]) / 2)
-    negative = codes.flip(0)[:-1]  # place -1 is the last one
-    return torch.cat([codes, torch.where(negative > 0, negative | SIGN, 0)]).to(torch.uint8).to(device)
+    """Return the code of each interval, of which TableLevels returns the index of the nearest level."""
+    codes = constant((*range(SIGN + 7, SIGN, -1), *range(8)), device, torch.uint8)
+    return codes[nearest_codes(Fp4Levels.level_table, device).long()]
 
 
 def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ class Grid:
     moments, round to nearest clips each group's range by AWQ's search. many: `fit` takes groups of several
     matrices, with an importance for each, `[matrices, group_size]`. Only with spans_matrix or
     vector_size > 1 may `fit` and `refit` wait for the device. limits: of the levels; None if `snap` does more
-    than round or look up. floating: names of the parameters that are floating point.
+    than round or look up. floating: names of the parameters that are floating point. untrained: without such
+    names, why distillation cannot train the parameters, and a hint.
     """
 
     group_size: int
@@ -45,6 +46,10 @@ class Grid:
     many = False
     limits: tuple[int, int] | None = None
     floating: tuple[str, ...] = ()
+    untrained = (
+        "which of its values are floating point is unknown",
+        "compress the teacher with a method of quantkit's own",
+    )
     label: str
 
     @property
@@ -133,8 +138,8 @@ class Grid:
         Raises QuantkitError if the grid does not define them.
         """
         if not self.floating:
-            what = f"{self.describe()}: which of its values are floating point is unknown"
-            raise QuantkitError(what, "compress the teacher with a method of quantkit's own", UNSUPPORTED)
+            why, hint = self.untrained
+            raise QuantkitError(f"{self.describe()}: {why}", hint, UNSUPPORTED)
         return {name: getattr(params, name).float() for name in self.floating}
 
     def with_floats(self, params: Params, floats: Mapping[str, Tensor]) -> Params:

@@ -51,7 +51,6 @@ class TableLevels(Grid):
         return int(self.level_table[0]), int(self.level_table[-1])
 
     def level_places(self, device: torch.device) -> Tensor:
-        """Return the nearest level of each interval."""
         return _nearest_levels(self.level_table, device)
 
     def snap(self, target: Tensor, out: Tensor) -> None:
@@ -61,7 +60,7 @@ class TableLevels(Grid):
         return torch.take(constant(self.level_table, codes.device), codes.long())
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
-        torch.take(_nearest_codes(self.level_table, levels.device), self._places(levels), out=out)
+        torch.take(nearest_codes(self.level_table, levels.device), self._places(levels), out=out)
 
     def _places(self, target: Tensor) -> Tensor:
         """Return indices of the intervals, rounded towards zero; negative ones count from the end."""
@@ -75,7 +74,7 @@ def constant(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtyp
 
 
 @cache
-def _nearest_codes(table: tuple[float, ...], device: torch.device) -> Tensor:
+def nearest_codes(table: tuple[float, ...], device: torch.device) -> Tensor:
     """Return the code, uint8, of each interval between an integer and the next one away from zero."""
     levels = torch.tensor(table)
     places = torch.cat([torch.arange(int(table[-1]) + 1.0) + 0.5, torch.arange(int(table[0]), 0.0) - 0.5])
@@ -84,4 +83,4 @@ def _nearest_codes(table: tuple[float, ...], device: torch.device) -> Tensor:
 
 @cache
 def _nearest_levels(table: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.take(constant(table, device), _nearest_codes(table, device).long())
+    return torch.take(constant(table, device), nearest_codes(table, device).long())

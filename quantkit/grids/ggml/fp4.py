@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids import fp4
 from quantkit.grids.fp4 import E4M3_MIN, FLOAT8, Fp4Levels, MxFp4Grid, NvFp4Grid
 from quantkit.grids.ggml.block import BlockGrid, Blocks, Encoded, join, split
 from quantkit.grids.ggml.params import Scale
+from quantkit.grids.grid import Grid
 from quantkit.grids.levels import usable
 
 HALF = 0.5
@@ -60,17 +60,10 @@ class Fp4Blocks(Fp4Levels, BlockGrid):
 class Mxfp4Blocks(Fp4Blocks):
     """MXFP4: d is half of a power of two."""
 
-    def fit(self, weight: Tensor, importance: Tensor | None = None) -> Scale:
-        """Return the best of three powers of two for each ggml block."""
-        return Scale(MxFp4Grid().fit(weight, importance).scale * HALF)
+    floats, untrained = Grid.floats, (fp4.POWERS_OF_TWO, "choose another type for the tensors to distill")
 
-    def floats(self, params: Scale) -> dict[str, Tensor]:
-        """Raise QuantkitError: powers of two are too far apart to be trained."""
-        raise QuantkitError(
-            f"{self.describe()}: its scales are powers of two, too far apart to be trained",
-            "choose another type for the tensors to distill",
-            UNSUPPORTED,
-        )
+    def fit(self, weight: Tensor, importance: Tensor | None = None) -> Scale:
+        return Scale(MxFp4Grid().fit(weight, importance).scale * HALF)
 
     def scaled(self, params: Scale, factor: Tensor) -> Scale:
         scaled = MxFp4Grid().scaled(fp4.Fp4Params(params.d / HALF, torch.ones_like(params.d)), factor)
@@ -100,17 +93,14 @@ class Nvfp4Blocks(fp4.Divided, Fp4Blocks):
         return E4m3Scales(torch.stack([params.scale for params in fitted], 1), fitted[0].divisor)
 
     def quantize(self, weight: Tensor, importance: Tensor | None = None) -> tuple[Tensor, E4m3Scales]:
-        """See BlockGrid; encodes `weight` times the divisor as ggml does."""
         return super(Nvfp4Blocks, self.together([weight])).quantize(weight, importance)
 
     def refit(self, weight: Tensor, params: E4m3Scales, k: int, importance: Tensor) -> E4m3Scales:
-        """Return parameters whose k-th scale is fitted to `weight [16, rows]`."""
         scales = params.scales.clone()
         scales[:, k] = NvFp4Grid(divisor=self.divisor).fit_columns(weight.contiguous(), importance).scale
         return replace(params, scales=scales)
 
     def scaled(self, params: E4m3Scales, factor: Tensor) -> E4m3Scales:
-        """Return all four scales times `factor [rows]`, rounded to e4m3."""
         return replace(params, scales=self._storable(params.scales * factor[:, None]))
 
     def floats(self, params: E4m3Scales) -> dict[str, Tensor]:
@@ -118,7 +108,6 @@ class Nvfp4Blocks(fp4.Divided, Fp4Blocks):
         return {"scales": params.scales}
 
     def _storable(self, scales: Tensor) -> Tensor:
-        """Return scales rounded to e4m3 above 0."""
         return scales.clamp(E4M3_MIN, fp4.E4M3_MAX).to(FLOAT8).float()
 
     def _encode(self, blocks: Blocks) -> Encoded:
