@@ -58,7 +58,6 @@ class AffineGrid(WholeLevels):
         return 2**self.bits - 1
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> AffineParams:
-        """Return scale and zero, each `[rows]`, for `weight [rows, group_size]`; `importance` as in Grid."""
         weight = weight.contiguous()
         scale, zero = self._range(weight.amin(1).clamp_(max=0), weight.amax(1).clamp_(min=0))
         scale = self._storable(scale)
@@ -71,7 +70,6 @@ class AffineGrid(WholeLevels):
         return AffineParams(self._storable(scale).float(), zero)
 
     def plain(self) -> AffineGrid:
-        """Return the grid without search and clipping: it covers each group's full range."""
         return replace(self, search=False, clip=False)
 
     def describe(self) -> str:
@@ -138,7 +136,6 @@ class AffineGrid(WholeLevels):
         return torch.minimum(steps, lowest + self.max_code, out=steps)
 
     def clipped(self, params: AffineParams) -> int:
-        """Return the number of scales at the limits of float16's range, where weights may be lost."""
         ends = (params.scale <= SCALE_MIN) | (params.scale >= SCALE_MAX)
         return int(ends.sum())
 
@@ -148,7 +145,6 @@ class AffineGrid(WholeLevels):
         return codes.clamp_(0, self.max_code).to(torch.uint8)
 
     def steps(self, params: AffineParams) -> tuple[Tensor, Tensor]:
-        """Return step = scale and low = scale * zero, both `[1, rows]`."""
         return params.scale[None], (params.scale * params.zero)[None]
 
     def decode(self, codes: Tensor, params: AffineParams) -> Tensor:

@@ -46,7 +46,6 @@ class BiasedGrid(WholeLevels):
     describe, plain = AffineGrid.describe, AffineGrid.plain  # they look at fields that both have
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> BiasedParams:
-        """Return scale and bias for `weight [rows, group_size]`; `importance` as in Grid."""
         start = AffineGrid(self.bits, self.group_size, symmetric=False, search=self.search)
         integers = start.fit(weight, importance)
         params = self._stored(integers.scale, -integers.scale * integers.zero)
@@ -102,5 +101,4 @@ class BiasedGrid(WholeLevels):
         return self._stored(params.scale.float() * factor, params.bias.float() * factor)
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return both rounded to the stored type."""
         return vars(self._stored(floats["scale"], floats["bias"]))

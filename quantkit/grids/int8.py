@@ -55,7 +55,6 @@ class Int8Grid(WholeLevels):
         return map_rows(work, torch.uint8, weight, params.absmax)
 
     def steps(self, params: Int8Params) -> tuple[Tensor, Tensor]:
-        """Return step = absmax / 127 and low = 128 steps, both `[1, rows]`."""
         step = usable(params.absmax * INVERSE)[None]
         return step, step * 128
 

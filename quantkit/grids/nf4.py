@@ -122,7 +122,6 @@ class Nf4Grid(TableLevels):
     def with_floats(
         self, params: Nf4Params | NestedParams, floats: Mapping[str, Tensor]
     ) -> Nf4Params | NestedParams:
-        """Return parameters with nested absmax repeated in each block, and the offset over the matrix."""
         if isinstance(params, Nf4Params):
             return Nf4Params(floats["absmax"])
         return NestedParams.of(params.code, floats["nested"], floats["offset"])

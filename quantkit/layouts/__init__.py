@@ -182,7 +182,6 @@ class Layout(ABC):
         return None
 
     def checked_spec(self, tensors: Mapping[str, Any]) -> LinearSpec:
-        """Return shape, bits and groups of a linear after checking its tensors or headers."""
         return checked_spec(tensors, self)
 
     def nbytes(self, spec: LinearSpec) -> int:
@@ -246,11 +245,9 @@ class WeightsOnly:
     rounds_inputs = False
 
     def at(self, linear: str) -> WeightsOnly:
-        """Return the layout of one linear."""
         return WeightsOnly(self.layout.at(linear))
 
     def values(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the decoded weight."""
         return self.layout.values(tensors)
 
     def module(self, *linear: Any) -> None:

@@ -44,7 +44,6 @@ class AwqLayout(Layout):
     floats = ("scales",)
 
     def check_model(self, model_type: str) -> str | None:
-        """Return why transformers cannot run this family in the awq layout; None if it can."""
         if model_type in ACTIVATION_SCALES:
             return (
                 f"transformers expects scales of activations in awq checkpoints of {model_type}, and "
@@ -53,7 +52,6 @@ class AwqLayout(Layout):
         return None
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Return why a linear does not fit: bits, group size and zero points must be the same for all."""
         if spec.conv1d:
             return "awq's clients replace nn.Linear alone, and this is a Conv1D: use gptq"
         if spec.grid.bits != BITS:
@@ -86,7 +84,6 @@ class AwqLayout(Layout):
         }
 
     def sizes(self, tensors: Mapping[str, Any]) -> LinearSpec:
-        """Return shape and group size. Raises ValueError if groups do not divide the rows."""
         groups, out_features = tensors["scales"].shape
         in_features, columns = tensors["qweight"].shape
         if in_features % groups or columns * PER_WORD != out_features:
@@ -95,7 +92,6 @@ class AwqLayout(Layout):
 
     @property
     def numbers(self) -> Numbers:
-        """Bits and group size of all linears."""
         return BITS, max(0, self.group_size) or None
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:

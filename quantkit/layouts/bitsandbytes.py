@@ -83,7 +83,6 @@ class Int8Layout(Layout):
         self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None,
         products: bool = False,
     ) -> nn.Module:  # fmt: skip
-        """Return a linear that quantizes its inputs to int8."""
         from quantkit.grids.int8 import Int8Linear
 
         return Int8Linear(tensors["weight"], tensors["SCB"].float(), bias, self.threshold, products)
@@ -117,14 +116,11 @@ class Nf4Layout(Layout):
     experts_note = f"experts in nf4 are for vLLM on one GPU, which was not tried here: {FUSES}"
 
     def check_experts(self, linears: int) -> str | None:
-        """Return why no client reads such experts; None for experts of gate, up and down: vLLM reads
-        these."""
         if linears == EXPERT_LINEARS:
             return None
         return f"no client reads such experts in nf4: {FUSES}, and vLLM takes those of gate, up and down"
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Return the tensors of one linear; the length of the JSON text is an estimate."""
         blocks, offset = spec.weights // BLOCK, None
         table: Table = {
             "weight": ("U8", (spec.weights // 2, 1)),
@@ -187,7 +183,6 @@ class Nf4Layout(Layout):
         return unpack(packed.view(-1, BLOCK // 2), params.absmax.flatten()).view(len(packed), -1)
 
     def sizes(self, tensors: Mapping[str, Tensor]) -> LinearSpec:
-        """Return the shape in the JSON text."""
         return spec_of_shape(*_read_state(tensors[STATE])["shape"], Width(4, BLOCK))
 
     def checked_spec(self, tensors: Mapping[str, Any]) -> LinearSpec:

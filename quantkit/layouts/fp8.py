@@ -41,7 +41,6 @@ class Fp8Layout(Renamed):
         self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None,
         products: bool = False,
     ) -> nn.Module:  # fmt: skip
-        """Return a linear that rounds its inputs to e4m3."""
         from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear
 
         weight = self.values(tensors) if values is None else values

@@ -69,12 +69,10 @@ class GptqLayout(Layout):
         return PLANES[bits] if bits in SPLIT or (bits == 3 and self.version == 3) else (bits,)
 
     def at(self, linear: str) -> GptqLayout:
-        """Return a copy with the bits and the group size that the stored configuration gives one linear."""
         rule = rule_of(self.rules or (), linear)
         return replace(self, **rule) if rule else self
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Return why codes do not fill 32-bit words along in and out; None if they do."""
         if len(self.planes(spec.grid.bits)) > 1:
             for side in ("in_features", "out_features"):
                 if (size := getattr(spec, side)) % WORD:
@@ -117,7 +115,6 @@ class GptqLayout(Layout):
 
     @property
     def numbers(self) -> Numbers | None:
-        """Return bits and group size of a stored configuration; None for a new layout."""
         return (self.bits, max(0, self.group_size) or None) if self.rules is not None else None
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:

@@ -50,7 +50,6 @@ class MlxLayout(Layout):
 
     @property
     def label(self) -> str:
-        """Return `mlx` for integers, else the mode."""
         return NAME if self.mode == "affine" else self.mode
 
     def at(self, linear: str) -> MlxLayout:
@@ -100,7 +99,6 @@ class MlxLayout(Layout):
         return None
 
     def grid(self, grid: Grid, dtype: torch.dtype | None) -> Grid:
-        """Return integers with a float offset in the model's type, or floats without a divisor."""
         from quantkit.grids.biased import BiasedGrid
 
         if self.mode != "affine":
@@ -128,7 +126,6 @@ class MlxLayout(Layout):
         return {"weight": packed, "scales": weight.params.scale, "biases": weight.params.bias}
 
     def sizes(self, tensors: Mapping[str, Any]) -> LinearSpec:
-        """Return the shape. Raises ValueError unless bits and group size of the configuration fit it."""
         out_features, groups = tensors["scales"].shape
         if tensors["weight"].shape[1] * WORD != groups * self.group_size * self.bits:
             raise ValueError

@@ -125,7 +125,6 @@ class BlockGrid(WholeLevels):
         return map_rows(work, torch.uint8, weight, torch.where(step == 0, torch.inf, step), low)
 
     def steps(self, params: Any) -> tuple[Tensor, Tensor]:
-        """Return step and low of each sub-block, `[sub-blocks, rows]`: `value = step * level - low`."""
         return self.in_levels(*(part.t() for part in params.steps()))
 
     def in_levels(self, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,11 +162,9 @@ class BlockGrid(WholeLevels):
         return map_rows(self._values, torch.float32, codes, *params.steps())
 
     def scaled(self, params: Any, factor: Tensor) -> Any:
-        """Return parameters with the float16 ones multiplied by `factor [rows]`."""
         return replace(params, **{n: stored.half(part * factor) for n, part in stored.halves(params).items()})
 
     def clipped(self, params: Any) -> int:
-        """Return how many of d, dmin and m are at the limits of float16's range."""
         sizes = [part.abs() for part in stored.halves(params).values()]
         return sum(int(((size >= stored.HALF_MAX) | (size == stored.HALF_MIN)).sum()) for size in sizes)
 
@@ -176,7 +173,6 @@ class BlockGrid(WholeLevels):
         return stored.halves(params)
 
     def _storable(self, value: Tensor) -> Tensor:
-        """Return `value` rounded to a finite float16."""
         return stored.half(value.clamp(-stored.HALF_MAX, stored.HALF_MAX))
 
     def _values(self, codes: Tensor, step: Tensor, low: Tensor) -> Tensor:

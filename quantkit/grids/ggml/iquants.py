@@ -59,13 +59,11 @@ class CodeBookGrid(BlockGrid):
 
     @property
     def book(self) -> CodeBook:
-        """The code book of this type."""
         return codebook.named(self.name, self.distances)
 
     vector_size = SIGNS
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Return the signed magnitudes of codes."""
         magnitudes = self.book.magnitudes * self.unit
         table = torch.stack([magnitudes, -magnitudes], 1).flatten().to(codes.device)
         return table.index_select(0, codes.flatten().int()).view(codes.shape)
@@ -73,7 +71,6 @@ class CodeBookGrid(BlockGrid):
     _level = levels
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
-        """Write the codes of signed magnitudes into `out`."""
         book = self.book.to(levels.device)
         middles = (book.magnitudes[1:] + book.magnitudes[:-1]) * (self.unit / 2)
         out.copy_(torch.bucketize(levels.abs(), middles).mul_(2).add_(levels < 0))

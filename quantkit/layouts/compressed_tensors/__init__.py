@@ -76,11 +76,9 @@ class CompressedTensorsLayout(Layout):
 
     @property
     def needs(self) -> frozenset[Statistic]:
-        """Return the statistics that are stored."""
         return self.form.needs | ({Statistic.CACHE} if self.cache else set())
 
     def at(self, linear: str) -> CompressedTensorsLayout:
-        """Return a copy with the stored scheme of one linear; itself if no configuration was stored."""
         if not self.targets:
             return self
         scheme = schemes.find(self.targets, linear)

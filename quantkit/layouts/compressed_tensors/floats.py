@@ -142,7 +142,6 @@ class MxFp4Packed(Form):
         return cls(bool(inputs)) if numbers == (cls.BITS, "float", cls.STRATEGY, cls.GROUP) else None
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Return why rows are not whole groups; None if they are."""
         if spec.in_features % self.GROUP:
             return f"in_features {spec.in_features} is not a multiple of {self.GROUP}, the group size"
         return None
@@ -153,7 +152,6 @@ class MxFp4Packed(Form):
         return {self.CODES[0]: codes, "weight_scale": (self.SCALE, (rows, columns // self.GROUP))}
 
     def sizes(self, tensors: Tensors) -> LinearSpec:
-        """Return the shape. Raises QuantkitError if rows are not whole groups."""
         rows, columns = tensors[self.CODES[0]].shape
         spec = spec_of_shape(rows, columns * 8 // self.BITS, Width(self.BITS, self.GROUP))
         if why := self.check(spec):
@@ -243,16 +241,13 @@ class NvFp4Packed(MxFp4Packed):
 
     @property
     def needs(self) -> frozenset[Statistic]:
-        """Return the largest input of each linear if inputs are rounded."""
         return frozenset({Statistic.PEAK} if self.quantize_inputs else ())
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Return codes, scales and one or two divisors."""
         divisors = ["weight_global_scale"] + ["input_global_scale"] * self.quantize_inputs
         return super().tensors(spec) | dict.fromkeys(divisors, ("F32", (1,)))
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return codes, scales and divisors."""
         divisor = weight.params.divisor.flatten()[:1].float().clone()
         tensors = super().encode(weight) | {"weight_global_scale": divisor}
         if self.quantize_inputs:

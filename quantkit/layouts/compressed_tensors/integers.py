@@ -48,12 +48,10 @@ class PackQuantized(Form):
         return cls(weights.bits, weights.group_size or -1, weights.symmetric) if matches else None
 
     def of(self, spec: LinearSpec) -> PackQuantized:
-        """Return a copy with the bits and group size of one linear."""
         whole = spec.grid.group_size == spec.in_features and self.group_size == -1
         return replace(self, bits=spec.grid.bits, group_size=-1 if whole else spec.grid.group_size)
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Return why codes of a row, or zero points of a column, do not fill words; None if they do."""
         return no_whole_words(spec, "in_features", *([] if self.symmetric else ["out_features"]))
 
     def tensors(self, spec: LinearSpec) -> Table:
@@ -79,7 +77,6 @@ class PackQuantized(Form):
         return tensors
 
     def fitting(self, tensors: Tensors) -> PackQuantized:
-        """Return a copy with the bits, group size and symmetry that the tensors' shapes show."""
         columns, groups = int(tensors["weight_shape"][1]), tensors["weight_scale"].shape[1]
         bits = tensors["weight_packed"].shape[1] * WORD // columns
         return replace(
@@ -142,7 +139,6 @@ class IntQuantized(Form):
         return cls() if matches else None
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Return an error if rows have more than one group; else None."""
         whole = spec.grid.group_size == spec.in_features
         return None if whole else "int8 engines take one scale for each row: leave out the group size"
 

@@ -32,7 +32,6 @@ class GgmlLayout(Layout):
     fused = False
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Return why a linear has no ggml grid, or rows that are not whole ggml blocks; None if it fits."""
         from quantkit.grids.ggml.block import BlockGrid
 
         if not isinstance(spec.grid, BlockGrid):
@@ -43,14 +42,12 @@ class GgmlLayout(Layout):
         return None
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Return the bytes and, for NVFP4, the scale of the matrix."""
         from quantkit.layouts.ggml.blocks import row_bytes
 
         blocks = {"ggml": ("U8", (spec.out_features, row_bytes(spec.grid.name, spec.in_features)))}
         return blocks | ({"ggml_scale": ("F32", (1,))} if spec.grid.joint else {})
 
     def sizes(self, tensors: Mapping[str, Tensor]) -> LinearSpec:
-        """Return shape and grid, from the stored type and the bytes of a row."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         from quantkit.grids.ggml import TYPES, named
@@ -64,8 +61,6 @@ class GgmlLayout(Layout):
         return spec_of_shape(rows, columns // nbytes * block, named(kind.name))
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return bytes uint8 `[out, row_bytes]`, the number of the type, and for NVFP4 the scale of the
-        matrix."""
         import torch
         from gguf import GGMLQuantizationType
 

@@ -101,7 +101,6 @@ class Architecture:
 
     @property
     def mixture(self) -> bool:
-        """Return whether blocks have experts."""
         return "expert_count" in self.fields
 
     def experts(self, config: PretrainedConfig) -> int:

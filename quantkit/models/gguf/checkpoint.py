@@ -115,16 +115,13 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def quantized(self) -> bool:
-        """Return whether any tensor is stored in quantized ggml blocks."""
         return bool(self.coded_bytes())
 
     def coded_bytes(self) -> dict[str, int]:
-        """Return the bytes of every tensor that is stored in quantized ggml blocks."""
         stored = {name: info for name, info in self.infos.items() if isinstance(info, GgmlTensor)}
         return {name: info.nbytes for name, info in stored.items() if info.dtype not in PLAIN}
 
     def manifest(self) -> str | None:
-        """Return the manifest that quantkit wrote into the file."""
         manifest = self.metadata.get("quantkit.manifest")
         return manifest if isinstance(manifest, str) else None
 
