@@ -175,7 +175,8 @@ class Divided(Grid):
     def together(self, weights: Sequence[Tensor]) -> Divided:
         if self.divisor is not None:
             return self
-        return replace(self, divisor=divisor_of(max(_largest(weight) for weight in weights)))
+        largest = max(float(torch.stack(weight.aminmax()).abs().max()) for weight in weights)
+        return replace(self, divisor=divisor_of(largest))
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Params:
         return super(Divided, self.together([weight])).fit_matrix(weight, importance)
@@ -227,11 +228,6 @@ def divisor_of(largest: float) -> float:
         return 1.0
     _, exponent = torch.frexp(torch.tensor(E4M3_TOP * LARGEST_FP4 / largest))
     return 2.0 ** max(-100, min(int(exponent) - 1, 100))
-
-
-def _largest(weight: Tensor) -> float:
-    low, high = weight.aminmax()
-    return float(torch.maximum(-low, high))
 
 
 @cache

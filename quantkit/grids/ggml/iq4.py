@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.ggml.block import BlockGrid, Blocks, Encoded, join, split
-from quantkit.grids.ggml.kquants import error_weights
+from quantkit.grids.ggml.kquants import error_weights, mean_square
 from quantkit.grids.ggml.params import Scale, SubScales, half
 from quantkit.grids.ggml.search import EPSILON, extreme, inverse, over, refitted, total
 from quantkit.grids.levels import TableLevels, constant, usable
@@ -70,8 +70,7 @@ class TableGrid(TableLevels, BlockGrid):
         """Return error weights: x²; with importance, times the root of x² plus twice the mean square."""
         if blocks.importance is None:
             return blocks.x * blocks.x
-        power = total(blocks.x * blocks.x) * (2 / self.group_size)
-        return error_weights(blocks.x, blocks.importance, power)
+        return error_weights(blocks.x, blocks.importance, mean_square(blocks.x, 2))
 
 
 class Iq4NlGrid(TableGrid):

@@ -110,14 +110,11 @@ class CodeBookGrid(BlockGrid):
         `nearest(y, start)` and `cost(missed)` take levels `[vector_size, n]`."""
         return VectorSearch(self.book.to(metric.device), self.unit, self.even, metric)
 
-    def neighbouring(self, params: SubHalves, k: int, reach: int) -> list[SubHalves]:
-        """Return parameters for each scale of sub-block k at most `reach` away from the present scale."""
-        candidates = []
-        for change in range(-reach, reach + 1):
-            scales = params.scales.clone()
-            scales[:, k] = (scales[:, k] + change).clamp_(*self.scale_range)
-            candidates.append(SubHalves(params.d, scales))
-        return candidates
+    def moved(self, params: SubHalves, k: int, change: Tensor | int) -> SubHalves:
+        """Return parameters in which the scale of sub-block k grows by `change`, `[rows]` or one number."""
+        scales = params.scales.clone()
+        scales[:, k] = (scales[:, k] + change).clamp_(*self.scale_range)
+        return SubHalves(params.d, scales)
 
     def with_step(self, params: SubHalves, k: int, step: Tensor) -> SubHalves:
         """Return parameters in which the step of sub-block k is as near as possible to `step [rows]`."""
@@ -125,12 +122,6 @@ class CodeBookGrid(BlockGrid):
         unit = torch.where(params.d == 0, torch.inf, params.d)
         scales[:, k] = (step / unit).sub_(0.5).round_().clamp_(*self.scale_range).nan_to_num_(0.0)
         return SubHalves(params.d, scales)
-
-    def chosen(self, candidates: list[SubHalves], which: Tensor) -> SubHalves:
-        """Return for every row the parameters of candidate number `which [rows]`."""
-        scales = torch.stack([each.scales for each in candidates])
-        index = which[None, :, None].expand(1, -1, scales.shape[2])
-        return SubHalves(candidates[0].d, scales.gather(0, index)[0])
 
     def round(self, weight: Tensor, params: SubHalves) -> Tensor:
         """Return codes of the vectors with the least squared error, uint8 `[rows, group_size]`."""

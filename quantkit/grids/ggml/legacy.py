@@ -32,11 +32,6 @@ def scaled(x: Tensor, d: Tensor, overflow: float) -> Tensor:
     return product
 
 
-def halves_away(x: Tensor) -> Tensor:
-    """Return the nearest integers, ties away from zero; changes `x` in place."""
-    return x.add_(torch.full((), BELOW_HALF, device=x.device).copysign(x)).trunc_()
-
-
 class ScaleGrid(BlockGrid):
     """Q4_0, Q5_0: `d * (code - offset)`. d has the sign that gives the largest weight the lowest code."""
 
@@ -74,7 +69,9 @@ class Q8Grid(BlockGrid):
     def _encode(self, blocks: Blocks) -> Encoded:
         d = blocks.x.abs().amax(0) / 127
         yield Scale(half(d))
-        yield halves_away(scaled(blocks.x, d, 0.0)).add_(self.offset)
+        codes = scaled(blocks.x, d, 0.0)
+        codes.add_(torch.full((), BELOW_HALF, device=codes.device).copysign(codes))  # ties go away from zero
+        yield codes.trunc_().add_(self.offset)
 
 
 GRIDS = {

@@ -26,7 +26,7 @@ class Vectors(Columns):
         given the errors of earlier columns."""
         grid = self.grid
         self.update(columns)
-        candidates = grid.neighbouring(params, k, REACH)
+        candidates = [grid.moved(params, k, change) for change in range(-REACH, REACH + 1)]
         steps = torch.stack([grid.steps(each)[0][k] for each in candidates])  # [candidates, out]
         levels, E, lost = self._swept(columns, steps)
         best = lost.argmin(0)
@@ -35,7 +35,7 @@ class Vectors(Columns):
         self.E[columns] = E
         self.lost += lost.gather(0, best[None])[0]
         grid.codes(levels, self.codes[columns])
-        return grid.chosen(candidates, best)
+        return grid.moved(params, k, best - REACH)
 
     def _swept(self, columns: slice, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return levels and errors `[candidates, columns, out]` for each of `steps`, and the losses."""
