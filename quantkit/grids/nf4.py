@@ -127,26 +127,6 @@ class Nf4Grid(TableLevels):
         return NestedParams.of(params.code, floats["nested"], floats["offset"])
 
 
-def pack(codes: Tensor) -> Tensor:
-    """Pack codes `[rows, columns]` to uint8 `[rows, columns / 2]`, two in a byte, the first in the high
-    nibble."""
-    packed = torch.empty(len(codes), codes.shape[1] // 2, dtype=torch.uint8, device=codes.device)
-    pairs = codes.contiguous().view(torch.int16)  # little-endian: the first code is the low byte
-    return by_rows(lambda rows: (rows << 4).bitwise_or_(rows >> 8), packed, pairs)
-
-
-def unpack(packed: Tensor, absmax: Tensor) -> Tensor:
-    """Return values, float32 `[rows, 64]`, of packed codes `[rows, 32]` and absmax `[rows]`. One look-up
-    decodes both codes of a byte."""
-    values = torch.empty(len(packed), BLOCK, dtype=torch.float32, device=packed.device)
-
-    def decode(rows: Tensor, absmax: Tensor) -> Tensor:
-        pairs = _by_byte(TABLE).to(rows.device).index_select(0, rows.flatten().int())
-        return pairs.view(torch.float32).view(-1, BLOCK).mul_(absmax[:, None])
-
-    return by_rows(decode, values, packed, absmax)
-
-
 def double_quantize(absmax: Tensor) -> NestedParams:
     """Return absmax `[out, groups]` in 8 bits: the mean is subtracted, blocks are 256 in row-major order."""
     offset = absmax.mean()
@@ -182,7 +162,7 @@ def _inverse(absmax: Tensor) -> Tensor:
     return torch.where(absmax > 0, 1 / absmax, 0.0)
 
 
-# ---- rounding to at most 256 ascending float32 values and decoding, by look-up: 30 times as fast as search
+# ---- rounding to at most 256 ascending float32 values by look-up: 30 times as fast as search
 
 
 def nearest(scaled: Tensor, values: tuple[float, ...]) -> Tensor:
@@ -223,11 +203,3 @@ def _by_upper_bits(values: tuple[float, ...]) -> Tensor:
     ends = torch.stack([start, start + (1 << lower) - 1]).to(torch.uint32).view(torch.float32)
     first, last = torch.bucketize(ends.nan_to_num(0.0), midpoints).to(torch.int16)
     return torch.where(first == last, first, first | DOUBT)
-
-
-@cache
-def _by_byte(values: tuple[float, ...]) -> Tensor:
-    """Return both values of every byte, high nibble first, as two float32 in the bits of one int64,
-    `[256]`."""
-    codes = torch.arange(256)
-    return torch.tensor(values)[torch.stack([codes >> 4, codes & 15], 1)].view(torch.int64)[:, 0]

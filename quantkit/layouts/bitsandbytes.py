@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from quantkit.grids.grid import QuantizedWeight
-    from quantkit.grids.nf4 import NestedParams, Nf4Params
 
 NAME = "bitsandbytes"
 STATE = "weight.quant_state.bitsandbytes__nf4"
@@ -137,11 +136,11 @@ class Nf4Layout(Layout):
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         import torch
 
-        from quantkit.grids.nf4 import TABLE, dynamic_map, pack
+        from quantkit.grids.nf4 import TABLE, dynamic_map
 
-        params = weight.params
+        params, pairs = weight.params, weight.codes.reshape(-1, 2)
         tensors = {
-            "weight": pack(weight.codes).view(-1, 1),
+            "weight": pairs[:, :1] << 4 | pairs[:, 1:],
             "weight.quant_map": torch.tensor(TABLE),
         }
         offset = None
@@ -169,18 +168,18 @@ class Nf4Layout(Layout):
         import torch
 
         from quantkit.grids.grid import QuantizedWeight
-        from quantkit.grids.nf4 import NestedParams, Nf4Grid
+        from quantkit.grids.nf4 import TABLE, NestedParams, Nf4Grid, Nf4Params, dynamic_map
 
-        packed, params = self._stored(tensors)
-        codes = torch.stack([packed >> 4, packed & 15], 2).flatten(1)
-        return QuantizedWeight(Nf4Grid(isinstance(params, NestedParams)), codes, params)
-
-    def values(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return `decode(tensors).values()` without unpacking the codes."""
-        from quantkit.grids.nf4 import unpack
-
-        packed, params = self._stored(tensors)
-        return unpack(packed.view(-1, BLOCK // 2), params.absmax.flatten()).view(len(packed), -1)
+        spec, absmax, packed = self.checked_spec(tensors), tensors["weight.absmax"], tensors["weight"]
+        _expect(tensors["weight.quant_map"], torch.tensor(TABLE))
+        codes = torch.cat([packed >> 4, packed & 15], 1).view(spec.out_features, spec.in_features)
+        absmax = absmax.view(spec.out_features, spec.in_features // BLOCK)
+        if absmax.dtype != torch.uint8:
+            return QuantizedWeight(Nf4Grid(False), codes, Nf4Params(absmax.float()))
+        _expect(tensors["weight.nested_quant_map"], dynamic_map())
+        offset = torch.tensor(_read_state(tensors[STATE])["nested_offset"], device=absmax.device)
+        params = NestedParams.of(absmax, tensors["weight.nested_absmax"], offset)
+        return QuantizedWeight(Nf4Grid(), codes, params)
 
     def sizes(self, tensors: Mapping[str, Tensor]) -> LinearSpec:
         return spec_of_shape(*_read_state(tensors[STATE])["shape"], Width(4, BLOCK))
@@ -189,23 +188,6 @@ class Nf4Layout(Layout):
         """See `Layout.checked_spec`. `weight.absmax` is uint8 if the weight is double-quantized."""
         nested = stored_as(tensors["weight.absmax"])[0] == "U8"
         return super(Nf4Layout, replace(self, double_quant=nested)).checked_spec(tensors)
-
-    def _stored(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Nf4Params | NestedParams]:
-        """Return packed codes `[out, in / 2]` and parameters. Raises QuantkitError for wrong sizes."""
-        import torch
-
-        from quantkit.grids.nf4 import TABLE, NestedParams, Nf4Params, dynamic_map
-
-        spec, nested = self.checked_spec(tensors), tensors["weight.absmax"].dtype == torch.uint8
-        _expect(tensors["weight.quant_map"], torch.tensor(TABLE))
-        absmax = tensors["weight.absmax"]
-        packed = tensors["weight"].view(spec.out_features, spec.in_features // 2)
-        shape = (spec.out_features, spec.in_features // BLOCK)
-        if not nested:
-            return packed, Nf4Params(absmax.float().view(shape))
-        _expect(tensors["weight.nested_quant_map"], dynamic_map())
-        offset = torch.tensor(_read_state(tensors[STATE])["nested_offset"], device=absmax.device)
-        return packed, NestedParams.of(absmax.view(shape), tensors["weight.nested_absmax"], offset)
 
     def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         return {
