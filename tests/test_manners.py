@@ -174,7 +174,7 @@ def test_asked_to_stop_while_it_loads(number, code, said):
 
 FORKS = """import os, signal, time
 from quantkit.cli import running
-for handled in (running._handled([signal.SIGTERM], running._terminate), running.stopping()):
+for handled in (running.handled([signal.SIGTERM], running._terminate), running.stopping()):
     with handled:
         for _ in range(50):
             if not (process := os.fork()):

@@ -47,7 +47,6 @@ MODELS = Annotated[
     ),
 ]
 MODEL = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")]
-FIRST_REVISION = flags.parameter("revision", flags.FIRST_REVISION, None)
 Measured = tuple[dict, Any]  # result and report
 
 
@@ -59,8 +58,8 @@ def _command(
     @flags.command(
         argument,
         *flags.by_panel(PANELS, kind),
-        FIRST_REVISION,
-        shared=("html", "plot", *flags.OPENING_SEVERAL),
+        shared=("revision", "html", "plot", *flags.OPENING_SEVERAL),
+        helps=flags.FIRST_REVISION,
     )
     def invoke(**values: Any) -> None:
         from quantkit.cli.progress import listener

@@ -22,7 +22,9 @@ OPTIONS = ("prompt", "tokens", "chat", "temperature", "top_k", "top_p", "seed")
 
 
 @flags.command(
-    *flags.of("options", GenerateSettings, OPTIONS), shared=("device", "threads", *flags.OPENING_SEVERAL)
+    *flags.of("options", GenerateSettings, OPTIONS),
+    shared=("revision", "device", "threads", *flags.OPENING_SEVERAL),
+    helps=flags.FIRST_REVISION,
 )
 def command(
     models: flags.MODELS,
@@ -30,7 +32,6 @@ def command(
         Dtype,
         typer.Option(help="Precision of all models. auto: the first model's if the hardware supports it."),
     ] = "auto",
-    revision: flags.FIRST_REVISION = None,
     **values: Any,
 ) -> None:
     from quantkit.cli.progress import listener, uncollected
@@ -51,7 +52,7 @@ def command(
 
         opened = values["offline"], values["trust_remote_code"]
         checkpoints = [
-            open_checkpoint(model, revision if position == 0 else None, *opened)
+            open_checkpoint(model, None if position else values["revision"], *opened)
             for position, model in enumerate(models)
         ]
         device = choose_device(values["device"])
