@@ -18,7 +18,8 @@ from rich.console import Console
 
 from quantkit import cli, errors
 from quantkit.cli import running
-from quantkit.cli.progress import Lines, Live, Quiet, listener
+from quantkit.cli.progress import Lines, Live, Quiet
+from quantkit.cli.streams import listener
 from quantkit.errors import EXIT_CODES, QuantkitError, printable
 from quantkit.tables import make_table, print_facts, print_table, ranges
 

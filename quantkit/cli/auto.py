@@ -53,10 +53,8 @@ def command(
     options.check()
     if not (request.overwrite or request.resume or dry_run):
         may_replace.check_new([request.destination])
-    from quantkit.cli.progress import listener, uncollected
-
-    with listener(values["quiet"]) as progress:
-        with uncollected():  # after the first line of progress: torch takes seconds
+    with streams.listener(values["quiet"]) as progress:
+        with streams.uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.auto import cost, job, run, show
 
         prepared = job.prepare(request, progress, dry_run)

@@ -62,7 +62,6 @@ def _command(
         helps=flags.FIRST_REVISION,
     )
     def invoke(**values: Any) -> None:
-        from quantkit.cli.progress import listener
         from quantkit.evaluation.comparison.report import Outputs
         from quantkit.serving.bench.measure import refuse_empty
 
@@ -70,7 +69,7 @@ def _command(
         settings.check()
         outputs = Outputs(values["html"], values["plot"])
         outputs.check()
-        with listener(quiet) as progress:
+        with streams.listener(quiet) as progress:
             result, report = measure(settings, values, progress)
         refuse = partial(refuse_empty, result)
         streams.present(result, as_json, report.show, refuse, allow_nan=False)
@@ -92,9 +91,7 @@ def _models(settings: BenchSettings, values: dict, progress: Any) -> Measured:
 
 def _one(settings: AttentionSettings | BatchingSettings, values: dict, progress: Any) -> Measured:
     """Measure attention implementations or batching strategies of one model."""
-    from quantkit.cli.progress import uncollected
-
-    with uncollected():
+    with streams.uncollected():
         from quantkit.models.files.open import open_checkpoint
 
         folder = "attention" if isinstance(settings, AttentionSettings) else "batching"

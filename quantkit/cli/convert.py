@@ -36,10 +36,8 @@ def command(
     ],
     **values: Any,
 ) -> None:
-    from quantkit.cli.progress import listener, uncollected
-
-    with listener(values["quiet"]) as progress:
-        with uncollected():  # after the first line of progress: torch takes seconds
+    with streams.listener(values["quiet"]) as progress:
+        with streams.uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.quantize import convert
         record = convert.convert(model, to, values["output"], values["overwrite"], progress)
     streams.present(record, values["as_json"], lambda: _show(record))

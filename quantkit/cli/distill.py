@@ -55,10 +55,8 @@ def command(
     flags.check_text(values["eval_text"])
     options, typed = flags.options(DistillOptions, values), flags.typed(context, values)
     options.check()
-    from quantkit.cli.progress import listener, uncollected
-
-    with listener(values["quiet"]) as progress:
-        with uncollected():  # after the first line of progress: torch takes seconds
+    with streams.listener(values["quiet"]) as progress:
+        with streams.uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.cli import distill_report
             from quantkit.distillation import job, request
 

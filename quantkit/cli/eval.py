@@ -60,10 +60,8 @@ def command(
     asked.check()
     outputs = Outputs(values["html"], values["plot"], summary)
     outputs.check()
-    from quantkit.cli.progress import listener, uncollected
-
-    with listener(quiet) as progress:
-        with uncollected():  # after the first line of progress: torch takes seconds
+    with streams.listener(quiet) as progress:
+        with streams.uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.evaluation import job
             from quantkit.evaluation.comparison.table import markdown, report
 

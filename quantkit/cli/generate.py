@@ -34,8 +34,6 @@ def command(
     ] = "auto",
     **values: Any,
 ) -> None:
-    from quantkit.cli.progress import listener, uncollected
-
     settings = flags.options(GenerateSettings, values)
     if settings.prompt == "-":
         settings = replace(settings, prompt=streams.decoded(sys.stdin.read(), "stdin").rstrip("\n"))
@@ -43,8 +41,8 @@ def command(
     as_json, quiet = values["as_json"], values["quiet"]
     live = len(models) == 1 and not as_json and sys.stdout.isatty()
     made: list[Any] = []
-    with listener(quiet or live) as progress:
-        with uncollected():  # after the first line of progress: torch takes seconds
+    with streams.listener(quiet or live) as progress:
+        with streams.uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.cli import continuations
             from quantkit.evaluation import generate
             from quantkit.models.files.open import open_checkpoint

@@ -30,10 +30,8 @@ def command(
     model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id, not quantized.")],
     **values: Any,
 ) -> None:
-    from quantkit.cli.progress import listener, uncollected
-
-    with listener(values["quiet"]) as progress:
-        with uncollected():  # after the first output, because torch takes seconds
+    with streams.listener(values["quiet"]) as progress:
+        with streams.uncollected():  # after the first output, because torch takes seconds
             from quantkit.cli import job_report
             from quantkit.quantize import job
             from quantkit.quantize.prepare import imatrix_job

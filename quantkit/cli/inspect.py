@@ -33,11 +33,10 @@ def command(
     ] = False,
     **values: Any,
 ) -> None:
-    from quantkit.cli.progress import listener
     from quantkit.inspection import look, show
 
     opened = values["revision"], values["offline"], values["trust_remote_code"]
-    with listener(values["quiet"]) as progress:
+    with streams.listener(values["quiet"]) as progress:
         made, problems = look.at(path, other, deep, *opened, progress.counting)
     shown = show.print_comparison if "models" in made else show.print_record
     streams.present(made, values["as_json"], partial(shown, made), partial(refuse_problems, made, problems))

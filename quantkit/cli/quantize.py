@@ -71,10 +71,8 @@ def run(base: recipe.Recipe, settings: Sequence[str], context: typer.Context, va
     request = recipe.merge(base, settings, flags.typed(context, values), **further)
     flags.check_text(values["eval_text"])
     _check_early(request, values)
-    from quantkit.cli.progress import listener, uncollected
-
-    with listener(values["quiet"]) as progress:
-        with uncollected():  # after the first line of progress: torch takes seconds
+    with streams.listener(values["quiet"]) as progress:
+        with streams.uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.cli import job_report
             from quantkit.evaluation import of_job
             from quantkit.evaluation import windows as windows_of
