@@ -209,7 +209,7 @@ def _listening(progress: Progress | bool) -> Iterator[Progress]:
     """Yield the listener of a call; leave torch's number of threads as it was."""
     import torch
 
-    from quantkit.cli.progress import listener
+    from quantkit.cli.streams import listener
 
     threads = torch.get_num_threads()
     try:

@@ -24,7 +24,7 @@ from stand_in_hub import StandInHub
 
 from quantkit import cli
 from quantkit.capacity import speed
-from quantkit.cli.progress import uncollected
+from quantkit.cli.streams import uncollected
 
 REPOSITORY = Path(__file__).parents[1]
 Done = namedtuple("Done", "code out err")

@@ -18,7 +18,8 @@ from rich.console import Console
 
 from quantkit import cli, errors
 from quantkit.cli import running
-from quantkit.cli.progress import Lines, Live, Quiet, listener
+from quantkit.cli.progress import Lines, Live, Quiet
+from quantkit.cli.streams import listener
 from quantkit.errors import EXIT_CODES, QuantkitError, printable
 from quantkit.tables import make_table, print_facts, print_table, ranges
 
@@ -174,7 +175,7 @@ def test_asked_to_stop_while_it_loads(number, code, said):
 
 FORKS = """import os, signal, time
 from quantkit.cli import running
-for handled in (running._handled([signal.SIGTERM], running._terminate), running.stopping()):
+for handled in (running.handled([signal.SIGTERM], running._terminate), running.stopping()):
     with handled:
         for _ in range(50):
             if not (process := os.fork()):

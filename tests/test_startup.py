@@ -62,7 +62,7 @@ def test_a_command_imports_no_other_command(imported):
     found = imported(["nf4", "--help"])
     assert not found & (LIBRARIES | RARE)
     assert {"quantkit.quantize.methods.nf4", "quantkit.cli.quantize"} <= found
-    assert not found & {"quantkit.quantize.methods.gguf", "quantkit.cli.evaluate", "quantkit.cli.plan"}
+    assert not found & {"quantkit.quantize.methods.gguf", "quantkit.cli.eval", "quantkit.cli.plan"}
 
 
 def test_commands_that_read_no_weights_load_nothing(imported, make, demo_model, tiny_model, tmp_path):

@@ -12,7 +12,6 @@ Never worse: the result is kept only if it beats the best uniform preset of its 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -33,15 +32,12 @@ RUN = (
     *flags.of("budget", AutoOptions),
     *flags.of("calibration", CalibrationOptions),
     *flags.of("run", RunOptions, RUN),
-    shared=("dry_run", "resume", "overwrite", *flags.OPENING),
+    shared=("output", "dry_run", "resume", "overwrite", *flags.OPENING),
+    helps={"output": "Output folder, or GGUF file. (default: MODEL-auto-3.5bpw)"},
 )
 def command(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Unquantized checkpoint folder, GGUF file or hub id.")],
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Output folder, or GGUF file. (default: MODEL-auto-3.5bpw)"),
-    ] = None,
     **values: Any,
 ) -> None:
     typed, dry_run = flags.typed(context, values), values["dry_run"]
@@ -52,15 +48,13 @@ def command(
         if name in typed
     }
     options = flags.options(AutoOptions, typed)
-    asked = {"source": model, "options": options, "typed": shared, "output": output}
+    asked = {"source": model, "options": options, "typed": shared}
     request = flags.options(AutoRequest, values | asked)
     options.check()
     if not (request.overwrite or request.resume or dry_run):
         may_replace.check_new([request.destination])
-    from quantkit.cli.progress import listener, uncollected
-
-    with listener(values["quiet"]) as progress:
-        with uncollected():  # after the first line of progress: torch takes seconds
+    with streams.listener(values["quiet"]) as progress:
+        with streams.uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.auto import cost, job, run, show
 
         prepared = job.prepare(request, progress, dry_run)

@@ -47,7 +47,6 @@ MODELS = Annotated[
     ),
 ]
 MODEL = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")]
-FIRST_REVISION = flags.parameter("revision", flags.FIRST_REVISION, None)
 Measured = tuple[dict, Any]  # result and report
 
 
@@ -59,11 +58,10 @@ def _command(
     @flags.command(
         argument,
         *flags.by_panel(PANELS, kind),
-        FIRST_REVISION,
-        shared=("html", "plot", *flags.OPENING_SEVERAL),
+        shared=("revision", "html", "plot", *flags.OPENING_SEVERAL),
+        helps=flags.FIRST_REVISION,
     )
     def invoke(**values: Any) -> None:
-        from quantkit.cli.progress import listener
         from quantkit.evaluation.comparison.report import Outputs
         from quantkit.serving.bench.measure import refuse_empty
 
@@ -71,7 +69,7 @@ def _command(
         settings.check()
         outputs = Outputs(values["html"], values["plot"])
         outputs.check()
-        with listener(quiet) as progress:
+        with streams.listener(quiet) as progress:
             result, report = measure(settings, values, progress)
         refuse = partial(refuse_empty, result)
         streams.present(result, as_json, report.show, refuse, allow_nan=False)
@@ -93,9 +91,7 @@ def _models(settings: BenchSettings, values: dict, progress: Any) -> Measured:
 
 def _one(settings: AttentionSettings | BatchingSettings, values: dict, progress: Any) -> Measured:
     """Measure attention implementations or batching strategies of one model."""
-    from quantkit.cli.progress import uncollected
-
-    with uncollected():
+    with streams.uncollected():
         from quantkit.models.files.open import open_checkpoint
 
         folder = "attention" if isinstance(settings, AttentionSettings) else "batching"

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli import flags
+from quantkit.cli import flags, streams
 from quantkit.serving.chat.settings import ChatSettings
 
 
@@ -25,11 +25,10 @@ def command(
     model: Annotated[str, typer.Argument(help="Checkpoint: a folder, a GGUF file or a hub id.")],
     **values: Any,
 ) -> None:
-    from quantkit.cli.progress import listener, uncollected
 
     quiet = values["quiet"]
-    with listener(quiet) as progress:
-        with uncollected():  # after the first line of progress: torch takes seconds
+    with streams.listener(quiet) as progress:
+        with streams.uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.cli import chat_terminal
             from quantkit.serving.chat.start import start
 

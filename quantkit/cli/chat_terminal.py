@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from quantkit.cli import streams
+from quantkit.cli import running, streams
 from quantkit.errors import USAGE, QuantkitError, name_all, printable, require
 from quantkit.serving.chat.session import Answer, ChatSession, Stream
 from quantkit.tables import megabytes, print_line, size
@@ -135,23 +135,18 @@ class Terminal:
 
     def _answer(self, line: str, generate: Callable[[Stream], Answer]) -> None:
         """Print an answer. On a terminal, the first SIGINT stops it and the second discards it."""
-        before = signal.getsignal(signal.SIGINT)
 
         def stop(number: int, frame: Any) -> None:
             self.session.stop()
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-        if self.typed and before not in (signal.SIG_IGN, None):  # unless SIGINT is ignored
-            signal.signal(signal.SIGINT, stop)
         try:
-            answer = generate(self.write)
+            with running.handled([signal.SIGINT] if self.typed else [], stop):
+                answer = generate(self.write)
         except KeyboardInterrupt:
             if not self.typed:
                 raise
-            self.tell("\nthe answer was dropped")
-            return
-        finally:
-            signal.signal(signal.SIGINT, before)
+            return self.tell("\nthe answer was dropped")
         record = self.session.record(line, answer)
         if self.as_json:
             print(json.dumps(record, ensure_ascii=False), flush=True)

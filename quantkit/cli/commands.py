@@ -37,7 +37,6 @@ SHOWN = {  # options that --help of a job shows; --help-all shows all
     *("activations", "kv_cache", "threshold", "head", "push", "help_all"),
 }
 CHECKPOINTS = ("model", "models", "path", "teacher", "student", "target")  # arguments that are checkpoints
-MODULES = {"eval": "evaluate"}  # commands whose module has another name
 SHARED = ("run", "imatrix", "eval")  # commands, besides methods, that run as several processes
 
 
@@ -53,7 +52,7 @@ def summary(name: str) -> str:
         return PARTS[name]
     if name not in OTHERS:
         return methods.summary(name)
-    source = Path(__file__).with_name(f"{MODULES.get(name, name)}.py").read_text(encoding="utf-8")
+    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
     return source.removeprefix('"""').partition("\n")[0]
 
 
@@ -61,9 +60,7 @@ def summary(name: str) -> str:
 def build(name: str) -> Any:
     """Import a command's module and return the command with all its flags."""
     first, _, part = name.partition(" ")
-    module = importlib.import_module(
-        f"quantkit.cli.{MODULES.get(first, first) if first in OTHERS else 'quantize'}"
-    )
+    module = importlib.import_module(f"quantkit.cli.{first if first in OTHERS else 'quantize'}")
     examples = (module.__doc__ or "").partition("\n\n")[2].strip()
     if hasattr(module, "app"):  # a group of commands
         app = module.app

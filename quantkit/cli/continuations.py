@@ -23,14 +23,12 @@ MARKS = ("[", "]")  # around the first token that differs: it must be visible wi
 
 def stream(settings: GenerateSettings) -> Callable[[str], None]:
     """Print the prompt; return a function that prints generated text."""
-    if not settings.chat:
-        sys.stdout.write(printable(settings.prompt))
-    sys.stdout.flush()
 
     def write(text: str) -> None:
         sys.stdout.write(printable(text))
         sys.stdout.flush()
 
+    write("" if settings.chat else settings.prompt)
     return write
 
 
@@ -39,7 +37,7 @@ def show(settings: GenerateSettings, made: Sequence[Continuation], streamed: boo
     console = Console(highlight=False, markup=False)
     if len(made) == 1:
         if not streamed:
-            sys.stdout.write(printable(("" if settings.chat else settings.prompt) + made[0]["text"]))
+            stream(settings)(made[0]["text"])
         sys.stdout.write("\n")
         return
     console.print(Text.assemble(("prompt  ", "bold"), printable(settings.prompt)), soft_wrap=True)
@@ -90,10 +88,8 @@ def name_of(made: Continuation) -> str:
 
 def show_speed(made: Sequence[Continuation], dtype: Any, device: Any) -> None:
     """Print seconds and tokens per second on stderr."""
-    console, precision = (
-        Console(stderr=True, highlight=False, markup=False),
-        str(dtype).removeprefix("torch."),
-    )
+    console = Console(stderr=True, highlight=False, markup=False)
+    precision = str(dtype).removeprefix("torch.")
     for row in made:
         rate = len(row["ids"]) / max(row["seconds"], 1e-9)
         stopped = "at the end of the text" if row["stop"] == "end" else "by -n"

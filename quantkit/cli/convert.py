@@ -8,7 +8,6 @@ Examples:
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +18,13 @@ from quantkit.errors import count
 from quantkit.tables import megabytes, print_facts
 
 
-@flags.command(shared=("as_json", "quiet"))
+@flags.command(
+    shared=("output", "overwrite", "as_json", "quiet"),
+    helps={
+        "output": "Folder or file. (default: MODEL-LAYOUT in the current folder)",
+        "overwrite": "Replace the output if it exists.",
+    },
+)
 def command(
     model: Annotated[str, typer.Argument(help="Checkpoint folder of 2 to 8 bit integers.")],
     to: Annotated[
@@ -29,19 +34,12 @@ def command(
             help="Layout to write: gptq, awq, compressed-tensors or mlx; q4_0 or q8_0: a GGUF file.",
         ),
     ],
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Folder or file. (default: MODEL-LAYOUT in the current folder)"),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
     **values: Any,
 ) -> None:
-    from quantkit.cli.progress import listener, uncollected
-
-    with listener(values["quiet"]) as progress:
-        with uncollected():  # after the first line of progress: torch takes seconds
+    with streams.listener(values["quiet"]) as progress:
+        with streams.uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.quantize import convert
-        record = convert.convert(model, to, output, overwrite, progress)
+        record = convert.convert(model, to, values["output"], values["overwrite"], progress)
     streams.present(record, values["as_json"], lambda: _show(record))
 
 

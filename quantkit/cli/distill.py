@@ -13,7 +13,6 @@ the exit code is 0 nevertheless.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -28,6 +27,7 @@ HELP = {  # help that differs from that of other jobs
     "dataset as for quantkit gptq. Never the text you evaluate on. (default: the shipped text)",
     "batch_size": "Sequences per step. (default: about 512 tokens)",
     "dtype": "Precision of the forward passes; trained values are float32. auto: float32.",
+    "output": "Output folder or GGUF file. (default: STUDENT-distilled in the current folder)",
 }
 
 
@@ -35,7 +35,8 @@ HELP = {  # help that differs from that of other jobs
     *flags.of("training", DistillOptions),
     *flags.of("calibration", CalibrationOptions, helps=HELP),
     *flags.of("run", RunOptions, FORWARD, HELP),
-    shared=("dry_run", "resume", "overwrite", "eval_text", *flags.OPENING),
+    shared=("output", "dry_run", "resume", "overwrite", "eval_text", *flags.OPENING),
+    helps=HELP,
 )
 def command(
     context: typer.Context,
@@ -49,33 +50,24 @@ def command(
             "change."
         ),
     ],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Output folder or GGUF file. (default: STUDENT-distilled in the current folder)",
-        ),
-    ] = None,
     **values: Any,
 ) -> None:
     flags.check_text(values["eval_text"])
     options, typed = flags.options(DistillOptions, values), flags.typed(context, values)
     options.check()
-    from quantkit.cli.progress import listener, uncollected
-
-    with listener(values["quiet"]) as progress:
-        with uncollected():  # after the first line of progress: torch takes seconds
-            from quantkit.cli import distill_report, job_report
+    with streams.listener(values["quiet"]) as progress:
+        with streams.uncollected():  # after the first line of progress: torch takes seconds
+            from quantkit.cli import distill_report
             from quantkit.distillation import job, request
 
-        asked = {"teacher": teacher, "student": student, "output": output, "options": options}
+        asked = {"teacher": teacher, "student": student, "options": options}
         asked |= {"calibration": flags.options(CalibrationOptions, typed)}
         asked = flags.options(request.Request, values | asked | {"run": flags.options(RunOptions, typed)})
         if request.is_done(asked):
             progress.close()
-            job_report.print_finished(job.SCHEMA, [str(asked.destination)], values["as_json"])
-            return
+            output = str(asked.destination)
+            record = {"schema": job.SCHEMA, "output": output, "finished": True}
+            return streams.present(record, values["as_json"], lambda: print(f"{output} is already finished"))
         prepared = job.prepare(asked, progress, values["eval_text"], values["dry_run"])
         record = prepared.record()
         if not values["dry_run"]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from quantkit.cli import flags, streams
 from quantkit.errors import QuantkitError, name_all
+from quantkit.tables import print_line
 
 
 @flags.command(shared=("as_json",))
@@ -36,10 +38,6 @@ def command(
 
 def _show(findings: dict[str, list], quiet: bool) -> None:
     """Print each finding on a line, and mark problems. quiet: print only problems."""
-    from rich.console import Console
-
-    from quantkit.tables import print_line
-
     console = Console(highlight=False, markup=False)
     for subject, rows in findings.items():
         rows = [row for row in rows if row.ok is False or not quiet]

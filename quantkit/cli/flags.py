@@ -37,11 +37,9 @@ def _help_all(context: typer.Context, requested: bool) -> None:
 
 
 MODELS = Annotated[list[str], typer.Argument(help="Checkpoints; the others are compared with the first.")]
-FIRST_REVISION = Annotated[
-    str | None, typer.Option(help="Branch, tag or commit of the first model's hub id.")
-]
 OPENING = ("revision", "offline", "trust_remote_code", "as_json", "quiet")  # to open a checkpoint
 OPENING_SEVERAL = OPENING[1:]  # the same for several, of which only the first has a revision
+FIRST_REVISION = {"revision": "Branch, tag or commit of the first model's hub id."}
 JOB = ("output", "recipe_name", "dry_run", "resume", "overwrite", "eval_text", "push", *OPENING, "help_all")
 
 
@@ -126,8 +124,8 @@ def by_panel(panels: Mapping[str, Collection[str]], options: type) -> list[inspe
 
 def options(kind: type, values: dict[str, Any]) -> Any:
     """Return an instance of the dataclass `kind`, filled with the values of a command's flags."""
-    filled = {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values}
-    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in filled.items()})
+    names = [field.name for field in dataclasses.fields(kind)]
+    return kind(**{name: values[name] for name in names if name in values})
 
 
 def parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
@@ -137,18 +135,21 @@ def parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def command(*generated: inspect.Parameter, shared: Collection[str] = OPENING) -> Callable[[Command], Command]:
+def command(
+    *generated: inspect.Parameter, shared: Collection[str] = OPENING, helps: Mapping[str, str] | None = None
+) -> Callable[[Command], Command]:
     """Decorate the function of a command with `--verbose` and flags that its signature lacks; `**values` gets
     their values.
 
     `generated` come before the flags in the signature, those of Shared with the names in `shared` after them.
+    helps: help that differs from that of Shared, by name.
     """
 
     def decorate(function: Command) -> Command:
         signature = inspect.signature(function, eval_str=True).parameters.values()
         own = [row.replace(kind=row.KEYWORD_ONLY) for row in signature if row.kind is not row.VAR_KEYWORD]
         verbose = parameter("verbose", running.VERBOSE, False)
-        parameters = [*generated, *own, *of("options", Shared, shared), verbose]
+        parameters = [*generated, *own, *of("options", Shared, shared, helps), verbose]
 
         @functools.wraps(function)
         def invoke(verbose: bool, **values: Any) -> None:
@@ -168,6 +169,5 @@ def check_text(text: Path | None) -> None:
 
 
 def typed(context: typer.Context, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that were typed on the command line, lists as tuples."""
-    given = [name for name in values if context.get_parameter_source(name).name == "COMMANDLINE"]
-    return {name: tuple(v) if isinstance(v := values[name], list) else v for name in given}
+    """Return the values that were typed on the command line."""
+    return {k: v for k, v in values.items() if context.get_parameter_source(k).name == "COMMANDLINE"}

@@ -22,7 +22,9 @@ OPTIONS = ("prompt", "tokens", "chat", "temperature", "top_k", "top_p", "seed")
 
 
 @flags.command(
-    *flags.of("options", GenerateSettings, OPTIONS), shared=("device", "threads", *flags.OPENING_SEVERAL)
+    *flags.of("options", GenerateSettings, OPTIONS),
+    shared=("revision", "device", "threads", *flags.OPENING_SEVERAL),
+    helps=flags.FIRST_REVISION,
 )
 def command(
     models: flags.MODELS,
@@ -30,11 +32,8 @@ def command(
         Dtype,
         typer.Option(help="Precision of all models. auto: the first model's if the hardware supports it."),
     ] = "auto",
-    revision: flags.FIRST_REVISION = None,
     **values: Any,
 ) -> None:
-    from quantkit.cli.progress import listener, uncollected
-
     settings = flags.options(GenerateSettings, values)
     if settings.prompt == "-":
         settings = replace(settings, prompt=streams.decoded(sys.stdin.read(), "stdin").rstrip("\n"))
@@ -42,8 +41,8 @@ def command(
     as_json, quiet = values["as_json"], values["quiet"]
     live = len(models) == 1 and not as_json and sys.stdout.isatty()
     made: list[Any] = []
-    with listener(quiet or live) as progress:
-        with uncollected():  # after the first line of progress: torch takes seconds
+    with streams.listener(quiet or live) as progress:
+        with streams.uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.cli import continuations
             from quantkit.evaluation import generate
             from quantkit.models.files.open import open_checkpoint
@@ -51,7 +50,7 @@ def command(
 
         opened = values["offline"], values["trust_remote_code"]
         checkpoints = [
-            open_checkpoint(model, revision if position == 0 else None, *opened)
+            open_checkpoint(model, None if position else values["revision"], *opened)
             for position, model in enumerate(models)
         ]
         device = choose_device(values["device"])

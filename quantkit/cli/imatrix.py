@@ -8,7 +8,6 @@ Examples:
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,27 +22,22 @@ FORWARD = ("dtype", "device", "batch_size", "max_memory", "threads")  # options 
 @flags.command(
     *flags.of("calibration", CalibrationOptions),
     *flags.of("run", RunOptions, FORWARD),
-    shared=("dry_run", "overwrite", *flags.OPENING),
+    shared=("output", "dry_run", "overwrite", *flags.OPENING),
+    helps={"output": "GGUF file to write. (default: NAME.imatrix.gguf)"},
 )
 def command(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id, not quantized.")],
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="GGUF file to write. (default: NAME.imatrix.gguf)"),
-    ] = None,
     **values: Any,
 ) -> None:
-    from quantkit.cli.progress import listener, uncollected
-
-    with listener(values["quiet"]) as progress:
-        with uncollected():  # after the first output, because torch takes seconds
+    with streams.listener(values["quiet"]) as progress:
+        with streams.uncollected():  # after the first output, because torch takes seconds
             from quantkit.cli import job_report
             from quantkit.quantize import job
             from quantkit.quantize.prepare import imatrix_job
 
         typed = flags.typed(context, values)
-        asked = {"source": model, "output": output, "method": None}
+        asked = {"source": model, "method": None}
         asked |= {"calibration": flags.options(CalibrationOptions, typed)}
         request = flags.options(job.Request, values | asked | {"run": flags.options(RunOptions, typed)})
         prepared = imatrix_job.prepare(request, progress)

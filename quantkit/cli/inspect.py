@@ -18,7 +18,10 @@ from quantkit.cli import flags, streams
 from quantkit.errors import refuse_problems
 
 
-@flags.command(shared=("threads", *flags.OPENING_SEVERAL))
+@flags.command(
+    shared=("revision", "threads", *flags.OPENING_SEVERAL),
+    helps={"revision": "Branch, tag or commit of the first hub id."},
+)
 def command(
     path: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")],
     other: Annotated[
@@ -28,14 +31,12 @@ def command(
     deep: Annotated[
         bool, typer.Option("--deep", help="Read and decode all weights, and report NaN and infinities.")
     ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the first hub id.")] = None,
     **values: Any,
 ) -> None:
-    from quantkit.cli.progress import listener
     from quantkit.inspection import look, show
 
-    opened = revision, values["offline"], values["trust_remote_code"]
-    with listener(values["quiet"]) as progress:
+    opened = values["revision"], values["offline"], values["trust_remote_code"]
+    with streams.listener(values["quiet"]) as progress:
         made, problems = look.at(path, other, deep, *opened, progress.counting)
     shown = show.print_comparison if "models" in made else show.print_record
     streams.present(made, values["as_json"], partial(shown, made), partial(refuse_problems, made, problems))

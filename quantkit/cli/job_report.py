@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,7 +12,7 @@ from rich.console import Console
 
 from quantkit.errors import count, name_all
 from quantkit.evaluation.comparison.table import report
-from quantkit.evaluation.of_job import Result, merged
+from quantkit.evaluation.of_job import Result
 from quantkit.inspection import clients, look
 from quantkit.inspection.names import of_experts, starred
 from quantkit.models.files import gguf_shards
@@ -195,14 +194,12 @@ def calibration(made: dict | None) -> str:
     return f"{made['samples']} sequences of {made['seqlen']} tokens, {made['source']} text"
 
 
-def print_result(result: Result, as_json: bool) -> None:
+def print_result(result: Result) -> None:
     """Print the results of a command, or that its outputs were finished before `--resume`."""
-    if as_json:
-        return print(json.dumps(result.record(), indent=2))
     for summary in result.summaries:
         print_summary(summary, result.evaluation if summary is result.summaries[-1] else None)
-    if not result.summaries:
-        print_finished("", result.outputs, as_json)
+    for output in () if result.summaries else result.outputs:
+        print(f"{output} is already finished")
 
 
 def print_summary(summary: Summary, evaluation: dict | None) -> None:
@@ -255,19 +252,6 @@ def print_load(console: Console, output: str) -> None:
     for index, (_, line, packages) in enumerate(clients.load_lines(record["clients"], output)):
         after = f"  (pip install {packages})" if packages else ""
         console.print(f"{'or' if index else 'load':12s} {line}{after}", markup=False, soft_wrap=True)
-
-
-def print_json(records: Sequence[dict]) -> None:
-    """Print one JSON object."""
-    print(json.dumps(merged(records), indent=2))
-
-
-def print_finished(schema: str, outputs: Sequence[str], as_json: bool) -> None:
-    """Print that `--resume` has nothing to do because the outputs are finished."""
-    if as_json:
-        print_json([{"schema": schema, "output": output, "finished": True} for output in outputs])
-    for output in () if as_json else outputs:
-        print(f"{output} is already finished")
 
 
 def print_imatrix(record: dict) -> None:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from quantkit.cli import ranks
 from quantkit.errors import printable
 from quantkit.quantize.progress import Progress
 from quantkit.tables import print_line
@@ -194,29 +189,3 @@ def clock(seconds: float) -> str:
     minutes, left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes:02d}:{left:02d}"
-
-
-@contextmanager
-def listener(quiet: bool) -> Iterator[Quiet]:
-    """Yield the progress display for stderr; of several processes, only the first prints."""
-    notebook = Console(stderr=True).is_jupyter
-    capable = notebook or (sys.stderr.isatty() and os.environ.get("TERM") != "dumb")
-    progress = Quiet() if quiet or not ranks.is_first() else Live() if capable else Lines()
-    progress.console.quiet = not ranks.is_first()
-    try:
-        yield progress
-    finally:
-        progress.close()
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Disable garbage collection during the context: it takes an eighth of the time of imports, in vain."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if enabled:
-            gc.enable()

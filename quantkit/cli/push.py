@@ -26,10 +26,8 @@ def command(
     revision: Annotated[str | None, typer.Option(help="Branch to write. (default: main)")] = None,
     **values: Any,
 ) -> None:
-    from quantkit.cli.progress import listener, uncollected
-
-    with listener(values["quiet"]) as progress:
-        with uncollected():  # after the first line of progress: torch takes seconds
+    with streams.listener(values["quiet"]) as progress:
+        with streams.uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.inspection import publish
         progress.phase(f"verifying {path}, then sending it to {repo}")
         record = publish.push(path, repo, private, revision, progress.counting)

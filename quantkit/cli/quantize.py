@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli import flags, running
+from quantkit.cli import flags, running, streams
 from quantkit.models.files import card, headers, hub
 from quantkit.options import check_machine
 from quantkit.quantize import methods
@@ -71,10 +71,8 @@ def run(base: recipe.Recipe, settings: Sequence[str], context: typer.Context, va
     request = recipe.merge(base, settings, flags.typed(context, values), **further)
     flags.check_text(values["eval_text"])
     _check_early(request, values)
-    from quantkit.cli.progress import listener, uncollected
-
-    with listener(values["quiet"]) as progress:
-        with uncollected():  # after the first line of progress: torch takes seconds
+    with streams.listener(values["quiet"]) as progress:
+        with streams.uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.cli import job_report
             from quantkit.evaluation import of_job
             from quantkit.evaluation import windows as windows_of
@@ -89,16 +87,13 @@ def run(base: recipe.Recipe, settings: Sequence[str], context: typer.Context, va
             card.check(head, folder / card.CARD, "use quantkit push after the job; then ")
         if values["dry_run"]:
             progress.close()
-            if values["as_json"]:
-                job_report.print_json([job_report.plan_record(prepared) for prepared in jobs])
-            else:
-                job_report.print_plans(jobs)
-            return
+            plans = of_job.merged([job_report.plan_record(prepared) for prepared in jobs])
+            return streams.present(plans, values["as_json"], lambda: job_report.print_plans(jobs))
 
         def report(result: of_job.Result) -> None:
             """Print the result and upload it."""
             progress.close()
-            job_report.print_result(result, values["as_json"])
+            streams.present(result.record(), values["as_json"], lambda: job_report.print_result(result))
             for output in result.outputs if values["push"] and not distributed.rank() else ():
                 sent = publish.push(str(output), values["push"], False, None, lambda *_: None)
                 print(f"published  {sent['url']}", file=sys.stderr if values["as_json"] else sys.stdout)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from shlex import quote
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,7 +24,6 @@ from quantkit.tables import make_table, print_table, print_written
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
-AS_JSON = Annotated[bool, typer.Option("--json", help="Print them as JSON.")]
 NAME = Annotated[
     str,
     typer.Argument(help="A shipped recipe, or a YAML file.", autocompletion=flags.completion(recipe.shipped)),
@@ -35,12 +34,11 @@ METHOD = Annotated[
         help="Method whose options are written.", autocompletion=flags.completion(methods.available)
     ),
 ]
-FILE = Annotated[Path | None, typer.Option("--output", "-o", help="File to write. (default: METHOD.yaml)")]
 
 
 @app.command("list", epilog="Examples:\n\n  quantkit recipes list --json")
-@flags.command(shared=())
-def list_command(as_json: AS_JSON = False) -> None:
+@flags.command(shared=("as_json",), helps={"as_json": "Print them as JSON."})
+def list_command(**values: Any) -> None:
     """List the recipes that come with quantkit."""
     recipes = map(recipe.load, recipe.shipped())
     rows = [{"name": r.name, "method": r.method, "description": r.description} for r in recipes]
@@ -51,7 +49,7 @@ def list_command(as_json: AS_JSON = False) -> None:
             table.add_row(*row.values())
         print_table(Console(highlight=False, markup=False), table, 1, 2)
 
-    streams.present({"schema": "quantkit.recipes/1", "recipes": rows}, as_json, show)
+    streams.present({"schema": "quantkit.recipes/1", "recipes": rows}, values["as_json"], show)
 
 
 @app.command("show", epilog="Examples:\n\n  quantkit recipes show gptq-w4")
@@ -62,10 +60,10 @@ def show_command(name: NAME) -> None:
 
 
 @app.command("init", epilog="Examples:\n\n  quantkit recipes init gptq -o mine.yaml")
-@flags.command(shared=())
-def init_command(method: METHOD = "gptq", output: FILE = None) -> None:
+@flags.command(shared=("output",), helps={"output": "File to write. (default: METHOD.yaml)"})
+def init_command(method: METHOD = "gptq", **values: Any) -> None:
     """Write a recipe with every option of a method, its default and its help."""
-    text, path = recipe.template(method), output or Path(f"{method}.yaml")
+    text, path = recipe.template(method), values["output"] or Path(f"{method}.yaml")
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

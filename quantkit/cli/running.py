@@ -70,9 +70,10 @@ VERBOSE = Annotated[
 
 
 def decoded(value: Any) -> Any:
-    """Return an option's value with text decoded as UTF-8 in any locale; existing paths stay unchanged."""
-    if isinstance(value, list):
-        return [decoded(entry) for entry in value]
+    """Return an option's value, lists as tuples, with text decoded as UTF-8 in any locale; existing paths
+    stay unchanged."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(decoded, value))
     if not isinstance(value, str) or value.isascii() or os.path.lexists(value):
         return value
     return streams.decoded(value, repr(value))
@@ -89,7 +90,7 @@ def run(app: typer.Typer) -> NoReturn:
     state = SimpleNamespace(verbose=False)
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # quantkit prints the error of failed retries
     try:  # standalone, Typer would print the parser's errors its own way
-        with _handled([signal.SIGTERM], _terminate):
+        with handled([signal.SIGTERM], _terminate):
             code = app(prog_name="quantkit", standalone_mode=False, obj=state)
         sys.stdout.flush()
     except _Terminated:
@@ -143,7 +144,7 @@ def _release_forks() -> None:
 
 
 @contextmanager
-def _handled(numbers: Iterable[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
+def handled(numbers: Iterable[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Handle signals during the context. Ignored signals stay ignored: shells make background jobs ignore
     SIGINT."""
     if hasattr(os, "register_at_fork"):  # not on Windows
@@ -171,7 +172,7 @@ def stopping() -> Iterator[list[int]]:
         codes.append(STOPS[signal.Signals(number)])
         raise KeyboardInterrupt
 
-    with _handled(STOPS, stop):
+    with handled(STOPS, stop):
         yield codes
 
 

@@ -32,11 +32,9 @@ def command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     **values: Any,
 ) -> None:
-    from quantkit.cli.progress import listener, uncollected
-
     settings, as_json = flags.options(SampleSettings, values), values["as_json"]
-    with listener(values["quiet"]) as progress:
-        with uncollected():  # after the first line of progress: torch takes seconds
+    with streams.listener(values["quiet"]) as progress:
+        with streams.uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.evaluation import generate, self_text
             from quantkit.models.files.gguf_shards import base_name
             from quantkit.models.files.open import open_checkpoint

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from quantkit.cli import flags
+from quantkit.cli import flags, running, streams
 from quantkit.errors import printable
 from quantkit.serving.server.settings import KEY_VARIABLE, ServeSettings
 from quantkit.tables import print_facts, print_line, size
@@ -53,12 +53,9 @@ def command(
     ] = False,
     **values: Any,
 ) -> None:
-    from quantkit.cli.progress import listener
-    from quantkit.cli.running import stopping
-
     quiet, as_json = values["quiet"], values["as_json"]
     settings = flags.options(ServeSettings, values | {"api_key": api_key, "extra": extra or []})
-    with listener(quiet) as progress:
+    with streams.listener(quiet) as progress:
         from quantkit.serving.server.job import compare, prepare
 
         opened = values["revision"], values["offline"]
@@ -70,7 +67,7 @@ def command(
     if print_only:
         print(json.dumps(prepared.record(), indent=2) if as_json else prepared.command.line())
         return
-    with stopping() as signals:
+    with running.stopping() as signals:
         try:
             _stay(prepared, check, compared, as_json, quiet)
         except BaseException:

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags, streams
+from quantkit.errors import USAGE, require
 from quantkit.serving.specdec.settings import SpecdecSettings
 
 
@@ -33,14 +34,11 @@ def command(
     ] = None,
     **values: Any,
 ) -> None:
-    from quantkit.cli.progress import listener, uncollected
-    from quantkit.errors import USAGE, require
-
     require(drafts, "no DRAFT is given", f"for example: quantkit specdec {target} prompt-lookup", USAGE)
     settings, quiet = flags.options(SpecdecSettings, values), values["quiet"]
     settings.check()
-    with listener(quiet) as progress:
-        with uncollected():  # after the first line of progress: torch takes seconds
+    with streams.listener(quiet) as progress:
+        with streams.uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.models.files.open import open_checkpoint
             from quantkit.serving.specdec import measure, show
             from quantkit.serving.specdec.settings import LOOKUP

@@ -61,14 +61,12 @@ def command(
     ] = None,
     **values: Any,
 ) -> None:
-    from quantkit.cli.progress import listener, uncollected
-
     asked, trusted = flags.options(EvalSettings, values), values["trust_remote_code"]
     asked.check()
     what = "--calibration and --seed are for --reproduce"
     require(reproduce or (calibration, seed) == (None, None), what, "add --reproduce 2", USAGE)
-    with listener(values["quiet"]) as progress:
-        with uncollected():  # after the first line of progress: torch takes seconds
+    with streams.listener(values["quiet"]) as progress:
+        with streams.uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.evaluation import served
         record = served.verify(path, base, asked, progress, trusted, reproduce, seed, calibration)
     streams.present(record, values["as_json"], partial(_show, record), partial(served.refuse, record, base))

@@ -53,16 +53,16 @@ def evaluate(
     checkpoints: Sequence[Checkpoint], windows: Windows, dtype: torch.dtype, device: torch.device,
     listen: Listener = lambda source, done, total: None, trials: Sequence[str] = (),
     chosen: frozenset[str] = frozenset(SELECTABLE), tasks: Tasks | None = None, kv_dtypes: Sequence[str] = (),
-    weights_only: bool = False, max_memory: int | None = None, engine: Engine | None = None,
+    weights_only: bool = False, max_memory: str | None = None, engine: Engine | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure every checkpoint and its divergence from the first one, the base. Return the keys
     `models`, `noise_floor` and `engine_declined` of eval-3.json, with NaN and infinity.
 
     trials: data-free methods, as typed; the base is also measured after each. chosen: names of metrics.
     tasks: run on every model. kv_dtypes: every model is also measured with its KV cache in these types.
-    weights_only: models whose clients quantize activations are also measured without that. max_memory: bytes
-    for the whole process; hidden states that do not fit are stored in a file. engine: runs every model a
-    second time.
+    weights_only: models whose clients quantize activations are also measured without that. max_memory: of
+    the whole process, such as `6GB`; hidden states that do not fit are stored in a file. engine: runs every
+    model a second time.
 
     Raises QuantkitError if a candidate's tokenizer or vocabulary differs from the first's, if the engine
     declines a candidate, and (exit code 5), before reading weights, if an evaluation does not fit the memory.
@@ -243,7 +243,8 @@ def _size(skeleton: Skeleton, trial: Trial | None) -> dict[str, float | None]:
     weight_bytes = sum(info.nbytes for info in checkpoint.infos.values())
     disk_bytes = checkpoint.disk_bytes
     if trial:  # sizes of the tensors that would be written
-        sizes = trial.sizes(checkpoint)
+        method = trial.method
+        sizes = method.output.sizes(checkpoint, trial.specs, method.layout)
         packed_bytes, packed = sizes.quantized, sizes.weights
         disk_bytes, weight_bytes = disk_bytes + sizes.total - weight_bytes, sizes.total
     else:

@@ -98,9 +98,8 @@ def continue_prompt(
     tokenizer = checkpoint.tokenizer
     recorder = _Recorder(first["ids"] if first else [])
     # Settings recommended by checkpoints are not used: models should differ by their weights alone.
-    streamer = Streamer(tokenizer, stream) if stream else None
-    given = ids.to(device)
-    out = sampling.generate(model, given, settings, ends, logits_processor=[recorder], streamer=streamer)
+    given = {"logits_processor": [recorder], "streamer": streamer(tokenizer, stream) if stream else None}
+    out = sampling.generate(model, ids.to(device), settings, ends, **given)
     new = out[0, ids.shape[1] :].tolist()
     recorder.note(new[-1])
     seconds = time.monotonic() - loaded
@@ -159,16 +158,11 @@ class _Recorder(transformers.LogitsProcessor):
             self.of_expected.append(self._next[self.expected[index]].item())
 
 
-class Streamer(TextStreamer):
-    """Passes generated text to a function, in whole words."""
-
-    def __init__(self, tokenizer: Any, stream: Stream):
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._stream = stream
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Pass the text on; TextStreamer prints it."""
-        self._stream(text)
+def streamer(tokenizer: Any, stream: Stream) -> TextStreamer:
+    """Return a streamer that passes generated text to a function, in whole words."""
+    made = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    made.on_finalized_text = lambda text, stream_end=False: stream(text)  # its own prints the text
+    return made
 
 
 def decode(tokenizer: Any, ids: list[int]) -> str:

@@ -17,7 +17,6 @@ from quantkit.models import kv_types
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine import distributed
 from quantkit.models.machine.device import choose_device
-from quantkit.options import size_bytes
 from quantkit.quantize.progress import Progress
 from quantkit.text import sources
 
@@ -31,10 +30,9 @@ def measure(
     revision: revision of the first model. described: folder of the model whose card gets the results.
     """
     asked.check()
-    chosen, most = metrics.select(asked.metrics), asked.max_memory
+    chosen = metrics.select(asked.metrics)
     limits = gates.parse(asked.max_ppl_increase, asked.max_kld, asked.min_top1)
     caches = list(dict.fromkeys(map(kv_types.named, asked.kv_dtype)))
-    memory = size_bytes(most, "--max-memory") if most else None
     gates.check(limits, chosen, (len(models) + len(asked.trials)) * (1 + len(caches)) - 1)
     engine = Engine.find(asked.engine, asked.python, asked.engine_option)
     if described:
@@ -53,7 +51,7 @@ def measure(
     harness = Tasks.prepare(asked.tasks, asked.task_limit) if asked.tasks else None
     measured = evaluate.evaluate(
         checkpoints, text, precision, device, progress.evaluating, asked.trials, chosen, harness, caches,
-        asked.weights_only, memory, engine,
+        asked.weights_only, asked.max_memory, engine,
     )  # fmt: skip
     task_settings = harness.record() if harness else None
     made = record(text.protocol, precision, device, measured, limits, task_settings)

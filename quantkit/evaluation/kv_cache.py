@@ -52,7 +52,7 @@ class KvCache:
 
     def _rounding_of(self, index: int, attention: str) -> KvRounding:
         scales = self._scales.get((index, attention))
-        return scaled(*scales) if scales else self._rounding
+        return KvRounding(*(partial(_fp8_scaled, scale) for scale in scales)) if scales else self._rounding
 
     def describe(self, source: str) -> dict[str, Any]:
         """Return the cache after a run as JSON: its type, the engine that rounds so, bytes per value with
@@ -157,12 +157,8 @@ def _fp8(x: Tensor) -> Tensor:
     return x.clamp(-most, most).to(torch.float8_e4m3fn).to(x.dtype)
 
 
-def scaled(keys: Tensor, values: Tensor) -> KvRounding:
-    """Return the rounding `fp8` with calibrated scales, one number each (stored `k_scale`, `v_scale`)."""
-    return KvRounding(partial(_fp8_scaled, keys), partial(_fp8_scaled, values))
-
-
 def _fp8_scaled(scale: Tensor, x: Tensor) -> Tensor:
+    """Round as `fp8` with a calibrated scale, one number (stored `k_scale` or `v_scale`)."""
     scale = scale.to(x)
     return _fp8(x / scale) * scale
 

@@ -10,14 +10,12 @@ from pathlib import Path
 import torch
 
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.machine import distributed
-from quantkit.models.machine.device import free_memory, host_memory, is_accelerator
-from quantkit.models.machine.memory import Limit
+from quantkit.models.machine.device import is_accelerator
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.linears import linears
 from quantkit.quantize.calibrate.states import HERE, Place
 from quantkit.quantize.prepare.memory import COMFORT, LOADED_LATER_BYTES, forward_memory
-from quantkit.quantize.prepare.plan import check_disk, check_memory, shapes_of
+from quantkit.quantize.prepare.plan import FreeMemory, check_disk, check_memory, shapes_of
 from quantkit.quantize.prepare.shapes import FLOAT32
 
 CHUNK_BYTES = 1 << 26  # logits in memory at a time, per model
@@ -52,34 +50,24 @@ def need(
 
 def decide(
     checkpoints: Sequence[Checkpoint], dtype: torch.dtype, device: torch.device, tokens: int, batch: int,
-    compared: bool, max_memory: int | None,
+    compared: bool, max_memory: str | None,
 ) -> Place:  # fmt: skip
     """Return where to store the hidden states. Raises QuantkitError (exit code 5) if the evaluation does not
     fit the memory."""
     given = checkpoints, dtype, device, tokens, batch, compared
-    limit = Limit.of(max_memory)
-    limits = [limit.left] if limit else []
-    accelerated = is_accelerator(device)
-    free = distributed.least(min([free_memory(device), *([] if accelerated else limits)]))
+    free, accelerated = FreeMemory.of(device, max_memory), is_accelerator(device)
     here, states = need(*given)
     there, _ = need(*given, spilled=True)
     kept = (2 if compared else 1) * states
-    host = distributed.least(min([host_memory(), *limits]))
-    if here <= COMFORT * free:
+    if here <= COMFORT * free.computing:
         return HERE
-    if accelerated and there <= free and kept <= COMFORT * host:
+    if accelerated and there <= free.computing and kept <= COMFORT * free.host:
         return Place("host")
     remedy = "--dtype bfloat16 or " * (dtype == torch.float32) + "a --device with more memory"
-    if limit and not accelerated:
-        remedy = limit.raised(there)
-    check_memory(there, free, remedy, device, limit, "the evaluation")
-    folder = scratch_folder()
+    if free.limit and not accelerated:
+        remedy = free.limit.raised(there)
+    check_memory(there, free.computing, remedy, device, free.limit, "the evaluation")
+    durable = "TMPDIR" not in os.environ and os.access("/var/tmp", os.W_OK)  # /tmp is often in memory
+    folder = Path("/var/tmp" if durable else tempfile.gettempdir())
     check_disk(folder, kept)
     return Place("disk", folder)
-
-
-def scratch_folder() -> Path:
-    """Return the folder for a file of states: TMPDIR or /var/tmp, since /tmp is often in memory."""
-    if "TMPDIR" not in os.environ and os.access("/var/tmp", os.W_OK):
-        return Path("/var/tmp")
-    return Path(tempfile.gettempdir())

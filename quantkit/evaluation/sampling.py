@@ -92,22 +92,18 @@ def generate(
 
 def stored_config(checkpoint: Checkpoint) -> transformers.GenerationConfig | None:
     """Return the checkpoint's generation_config.json, or None. Raises QuantkitError if it is invalid."""
-    if not (checkpoint.folder / "generation_config.json").is_file():
+    path = checkpoint.folder / "generation_config.json"
+    if not path.is_file():
         return None
     try:
         config = transformers.GenerationConfig.from_pretrained(checkpoint.folder)
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        if not all(end is None or (type(end) is int and end >= 0) for end in ends):
+            raise ValueError(f"eos_token_id is {config.eos_token_id!r}")
     except Exception as error:  # not JSON, not an object, or invalid values
-        raise _no_config(checkpoint, first_line(error)) from error
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    if not all(end is None or (type(end) is int and end >= 0) for end in ends):
-        raise _no_config(checkpoint, f"eos_token_id is {config.eos_token_id!r}")
+        hint = "download it again, or take it away: nothing needs it"
+        raise QuantkitError(f"{path} is not supported: {first_line(error)}", hint, UNSUPPORTED) from error
     return config
-
-
-def _no_config(checkpoint: Checkpoint, why: str) -> QuantkitError:
-    path = checkpoint.folder / "generation_config.json"
-    hint = "download it again, or take it away: nothing needs it"
-    return QuantkitError(f"{path} is not supported: {why}", hint, UNSUPPORTED)
 
 
 def ends_of_text(checkpoint: Checkpoint) -> list[int]:

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass
 from typing import Literal
 
 from quantkit.errors import USAGE, QuantkitError, did_you_mean, nearest, require
-from quantkit.options import check_value, flag_of, option, parse_tokens, text_column
+from quantkit.options import check_value, flag_of, option, parse_tokens, size_bytes, text_column
 from quantkit.quantize import methods
 from quantkit.quantize.prepare import recipe
 
@@ -97,12 +97,14 @@ class EvalSettings:
     )
 
     def check(self) -> None:
-        """Raise QuantkitError for methods and options of --as that do not exist, and options without an
-        engine."""
+        """Raise QuantkitError for methods and options of --as that do not exist, options without an engine,
+        and an invalid --max-memory."""
         without = self.engine or not (self.python or self.engine_option)
         require(without, "--python and --engine-option need --engine", "add --engine NAME", USAGE)
         for typed in self.trials:
             trial_method(typed)
+        if self.max_memory is not None:
+            size_bytes(self.max_memory, "--max-memory")
 
 
 def trial_method(typed: str) -> methods.Method:

@@ -21,7 +21,6 @@ from quantkit.quantize import methods
 from quantkit.quantize.calibrate import walk
 from quantkit.quantize.calibrate.states import Place, States
 from quantkit.quantize.methods import BuiltMethod
-from quantkit.quantize.outputs import Sizes
 from quantkit.quantize.prepare import linears
 from quantkit.quantize.solving import round_block
 
@@ -66,16 +65,6 @@ class Trial:
             typed += f" ({count(len(kept), 'linear')} in 16 bit)"
         return Trial(typed, built, specs)
 
-    def apply(self, skeleton: Skeleton, index: int, weights_only: bool = False) -> None:
-        """Quantize the loaded block `index`; make it compute as a client would, or with decoded weights if
-        `weights_only`."""
-        method = self.method
-        round_block(skeleton, index, self.specs, method.solver, method.layout, weights_only)
-
-    def sizes(self, checkpoint: Checkpoint) -> Sizes:
-        """Return the sizes of the tensors that the method would write."""
-        return self.method.output.sizes(checkpoint, self.specs, self.method.layout)
-
 
 @dataclass(frozen=True)
 class StreamedModel:
@@ -118,8 +107,9 @@ class StreamedModel:
 
         def entered(index: int) -> None:
             listen(self.name, index, count)
-            if self.trial:
-                self.trial.apply(self.skeleton, index, self.weights_only)
+            if trial := self.trial:
+                method = trial.method.solver, trial.method.layout
+                round_block(self.skeleton, index, trial.specs, *method, self.weights_only)
             if self.cache:
                 self.cache.attach(index, self.skeleton.blocks[index])
 

@@ -110,32 +110,26 @@ def load(
     checkpoint.check_ids(ids.unique().tolist())
     overlap = ctx - step - bos  # text tokens that a window shares with the previous window
     first = [0] + [max(0, overlap + bos - 1)] * (len(starts) - 1) if overlap > 0 else [0] * len(starts)
-    scored = sum(ctx - 1 - start for start in first)
-    protocol = Protocol(
-        text=name,
-        sha256=hashlib.sha256(content.encode()).hexdigest(),
-        tokens=scored,
-        ctx=ctx,
-        stride=stride,
-        bos=bos,
-        tokenizer=tokenizer_sha256(tokenizer, checkpoint.text_config.vocab_size),
-    )
-    return Windows(ids, first, protocol, len(stream) - (starts[-1] + body))
+    left = len(stream) - (starts[-1] + body)
+    return _windows(checkpoint, ids, first, name, content.encode(), stride, bos, left)
 
 
 def held_out(checkpoint: Checkpoint, tokens: Tensor, provenance: Provenance) -> Windows:
     """Return held-out calibration sequences as windows. tokens: int64 `[windows, ctx]`."""
-    count, ctx = tokens.shape
-    protocol = Protocol(
-        text=f"{Path(provenance.source).name} calibration text, held out",
-        sha256=hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest(),
-        tokens=count * (ctx - 1),
-        ctx=ctx,
-        stride=ctx,
-        bos=provenance.bos,
-        tokenizer=tokenizer_sha256(checkpoint.tokenizer, checkpoint.text_config.vocab_size),
-    )
-    return Windows(tokens, [0] * count, protocol)
+    name = f"{Path(provenance.source).name} calibration text, held out"
+    content, (count, ctx) = tokens.numpy().astype("<i8").tobytes(), tokens.shape
+    return _windows(checkpoint, tokens, [0] * count, name, content, ctx, provenance.bos)
+
+
+def _windows(
+    checkpoint: Checkpoint, ids: Tensor, first: list[int], name: str, content: bytes, stride: int, bos: bool,
+    left: int = 0,
+) -> Windows:  # fmt: skip
+    """Return windows with their protocol. content: of the text `name`, to hash."""
+    ctx, tokenizer = ids.shape[1], tokenizer_sha256(checkpoint.tokenizer, checkpoint.text_config.vocab_size)
+    scored = sum(ctx - 1 - start for start in first)
+    digest = hashlib.sha256(content).hexdigest()
+    return Windows(ids, first, Protocol(name, digest, scored, ctx, stride, bos, tokenizer), left)
 
 
 def check_context(checkpoint: Checkpoint, ctx: int) -> None:

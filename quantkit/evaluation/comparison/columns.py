@@ -36,10 +36,6 @@ def number(value: float | None) -> str:
     return f"{value:.5f}" if value == 0 or abs(value) >= 1e-4 else f"{value:.2e}"
 
 
-def percent(value: float) -> str:
-    return f"{100 * value:.2f} %"
-
-
 def estimate(record: dict | None, sign: str = "") -> str:
     """Return value and standard error, as `52.186 ± 1.114` or `6.92e+04 ± 4.3e+05`."""
     if not record or record["value"] is None:
@@ -92,7 +88,7 @@ COLUMNS = (  # the most important first: narrow terminals cut a table in two
     Column(
         "top-1",
         "tokens with the same most likely next token as the first model",
-        at("metrics.top1", percent),
+        at("metrics.top1", lambda share: f"{100 * share:.2f} %"),
         "top1",
     ),
     _divergence(
@@ -172,21 +168,15 @@ def label_by_source(record: dict) -> dict[str, str]:
     return dict(reversed(list(zip(sources, labels(sources), strict=True))))
 
 
-def protocol(record: dict) -> str:
-    """Return a line with the conditions of the figures: text, tokens, context, stride, BOS and dtype."""
-    data = record["data"]
-    bos = "in every window" if data["bos"] else "none"
-    return (
-        f"{data['text']} (sha256 {data['sha256'][:12]}), {data['tokens']} tokens scored, "
-        f"context {data['ctx']}, stride {data['stride']}, BOS {bos}, {data['dtype']}"
-    )
-
-
 def footnotes(record: dict) -> list[str]:
     """Return the lines below a table: the protocol, the noise floor, and what each engine said."""
     models, floor, declined = record["models"], record["noise_floor"], record.get("engine_declined")
-    names = labels([model["source"] for model in models])
-    notes = [protocol(record)]
+    names, data = labels([model["source"] for model in models]), record["data"]
+    notes = [
+        f"{data['text']} (sha256 {data['sha256'][:12]}), {data['tokens']} tokens scored, context "
+        f"{data['ctx']}, stride {data['stride']}, BOS {'in every window' if data['bos'] else 'none'}, "
+        f"{data['dtype']}"
+    ]
     if floor:
         against = f"{names[0]} against itself in {floor['dtype']}"
         notes.append(f"noise floor: {against}, first {floor['tokens']} tokens")

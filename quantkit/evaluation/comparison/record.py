@@ -72,16 +72,16 @@ def pareto(models: Sequence[dict]) -> dict:
         value = 0.0 if position == 0 and loss == LOSSES[0] else look_up(model, loss)
         if value is not None:
             points.append((model["size"]["weight_bytes"], value, model["source"]))
-    best = [point for point in points if not any(_beats(other, point) for other in points)]
+    best = [
+        (nbytes, value, source)
+        for nbytes, value, source in points
+        if not any((a, b) != (nbytes, value) and a <= nbytes and b <= value for a, b, _ in points)
+    ]
     return {"size": "size.weight_bytes", "loss": loss, "models": [source for _, _, source in sorted(best)]}
 
 
 def _served(models: Sequence[dict]) -> list[dict]:
     return [model for model in models if not model.get("weights_only")]
-
-
-def _beats(point: tuple, other: tuple) -> bool:
-    return point[:2] != other[:2] and point[0] <= other[0] and point[1] <= other[1]
 
 
 def _finite(value: Any) -> Any:

@@ -34,7 +34,10 @@ def markdown(record: dict) -> str:
     grid.insert(1, f"| --- |{' ---: |' * (len(headers) - 1)}")
     gates = [f"- {'❌' if line.startswith('FAILED') else '✅'} {_escape(line)}" for line in verdicts(record)]
     foot = [_escape(line) + "  " for line in footnotes(record)]
-    lines = [f"### {gates_line(record)}", "", *gates, "", *grid, "", *foot]
+    passed = [verdict["pass"] for verdict in record["gates"]]
+    failed = f"{passed.count(False)} of {len(passed)} gates failed"
+    result = f": {'all gates passed' if all(passed) else failed}" if passed else ""
+    lines = [f"### quantkit eval{result}", "", *gates, "", *grid, "", *foot]
     return "\n".join(lines) + "\n\n"  # the next step's summary begins its own paragraph
 
 
@@ -46,15 +49,6 @@ def verdicts(record: dict) -> list[str]:
         + describe(verdict, names.get(verdict["model"], verdict["model"]))
         for verdict in record["gates"]
     ]
-
-
-def gates_line(record: dict) -> str:
-    """Return a line such as `quantkit eval: 1 of 3 gates failed`."""
-    passed = [verdict["pass"] for verdict in record["gates"]]
-    if not passed:
-        return "quantkit eval"
-    failed = f"{passed.count(False)} of {len(passed)} gates failed"
-    return f"quantkit eval: {'all gates passed' if all(passed) else failed}"
 
 
 def _escape(text: str) -> str:

@@ -85,7 +85,7 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     batches = list(distributed.share(tokens.split(batch_size)))
     tokens = torch.cat(batches)
     shapes = plan.shapes_of(skeleton, rows, tokens.numel(), batches[0].numel())
-    free = plan.FreeMemory.of(skeleton.device, request.run)
+    free = plan.FreeMemory.of(skeleton.device, request.run.max_memory)
     need, place = forward_memory(shapes), None
     if need > COMFORT * free.computing and not is_accelerator(skeleton.device):
         need = forward_memory(shapes, spilled=True)

@@ -155,10 +155,9 @@ class FreeMemory:
     limit: Limit | None
 
     @staticmethod
-    def of(device: torch.device, options: RunOptions) -> FreeMemory:
+    def of(device: torch.device, max_memory: str | None) -> FreeMemory:
         """Return the smallest free memory over all ranks, within --max-memory."""
-        given = options.max_memory
-        limit = Limit.of(None if given is None else size_bytes(given, "--max-memory"))
+        limit = Limit.of(None if max_memory is None else size_bytes(max_memory, "--max-memory"))
         limits = [limit.left] if limit else []
         host = distributed.least(min([host_memory(), *limits]))
         free = distributed.least(min([free_memory(device), *([] if is_accelerator(device) else limits)]))
@@ -197,7 +196,7 @@ def decide(
     shapes = replace(shapes_of(skeleton, specs, shape[0] * shape[1], 0), predicted=predicted)
     need = partial(job_memory, skeleton, specs, method, shapes, shape)
     executions = list(_executions(skeleton, method, options, shape, adopted))
-    free = FreeMemory.of(skeleton.device, options)
+    free = FreeMemory.of(skeleton.device, options.max_memory)
     execution = next((e for e in executions if free.holds(need(e), COMFORT)), None) or min(
         executions, key=lambda e: (not free.holds(need(e)), need(e).computing)
     )

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from quantkit.evaluation.generate import Streamer, decode, first_difference
+from quantkit.evaluation.generate import decode, first_difference, streamer
 from quantkit.evaluation.sampling import Sampling, ends_of_text, generate
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.serving.chat.session import Answer, Stream
@@ -64,7 +64,7 @@ class TransformersChat:
                 replace(sampling, tokens=limit),
                 self._ends,
                 stopping_criteria=[ticks],
-                streamer=Streamer(self._tokenizer, stream),
+                streamer=streamer(self._tokenizer, stream),
                 return_dict_in_generate=True,
                 **({"past_key_values": cache} if cache is not None else {}),
             )

@@ -17,13 +17,12 @@ Exit code 7: a gate failed.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli import flags, ranks
+from quantkit.cli import flags, ranks, streams
 from quantkit.evaluation.settings import EvalSettings
 
 GATES = ("max_ppl_increase", "max_kld", "min_top1")
@@ -31,7 +30,11 @@ FLAGS = [row for row in flags.of("options", EvalSettings) if row.name not in GAT
 FLAGS += flags.of("gates (exit code 7 when one fails)", EvalSettings, GATES)
 
 
-@flags.command(*FLAGS, shared=("html", "plot", "threads", *flags.OPENING_SEVERAL))
+@flags.command(
+    *FLAGS,
+    shared=("revision", "html", "plot", "threads", *flags.OPENING_SEVERAL),
+    helps=flags.FIRST_REVISION,
+)
 def command(
     models: flags.MODELS,
     summary: Annotated[
@@ -48,7 +51,6 @@ def command(
             help="Write the results of this model, a folder or a GGUF file, into its card.",
         ),
     ] = None,
-    revision: flags.FIRST_REVISION = None,
     **values: Any,
 ) -> None:
     from quantkit.evaluation.comparison import gates
@@ -58,20 +60,18 @@ def command(
     asked.check()
     outputs = Outputs(values["html"], values["plot"], summary)
     outputs.check()
-    from quantkit.cli.progress import listener, uncollected
-
-    with listener(quiet) as progress:
-        with uncollected():  # after the first line of progress: torch takes seconds
+    with streams.listener(quiet) as progress:
+        with streams.uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.evaluation import job
             from quantkit.evaluation.comparison.table import markdown, report
 
-        opened = revision, values["offline"], values["trust_remote_code"], card
+        opened = values["revision"], values["offline"], values["trust_remote_code"], card
         result = job.measure(models, asked, progress, *opened)
     comparison = report(result)
-    if not as_json:
-        comparison.show()
-    if ranks.is_first():
-        outputs.write(comparison, lambda: markdown(result), as_json=as_json, quiet=quiet)
-    gates.refuse_failed(result)  # with --json the record goes with the error
-    if as_json:
-        print(json.dumps(result, indent=2, allow_nan=False))
+
+    def finish() -> None:
+        if ranks.is_first():
+            outputs.write(comparison, lambda: markdown(result), as_json=as_json, quiet=quiet)
+        gates.refuse_failed(result)
+
+    streams.present(result, as_json, comparison.show, finish, allow_nan=False)
