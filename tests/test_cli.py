@@ -510,6 +510,7 @@ def test_values_no_job_can_have(refuse, model, small, tmp_path, option, words):
     ("arguments", "hint"),
     [
         ("gptq m --layout compressed-tensor", "did you mean compressed-tensors? see quantkit gptq --help"),
+        ("gptq m out", "the output is an option: -o out; see quantkit gptq --help"),
         ("auto m --engine llamacpp", "did you mean llama.cpp? see quantkit auto --help"),
         ("gptq m --dtype flaot16", "did you mean float16? see quantkit gptq --help"),
         ("gptq m --solver gptqq", "did you mean gptq? choose one of gptq, yaqa, rtn"),

@@ -451,7 +451,7 @@ def test_windows_longer_than_any_models_context_are_refused(tiny_model, text):
         (32, 33, None, "--stride 33"),
         (32, 0, None, "--stride 0"),
         (32, None, 0, "--limit 0"),
-        (32, None, 31, "31 tokens; one window needs 32"),
+        (32, None, 31, "--limit leaves 31 tokens; one window needs 32"),
     ],
 )
 def test_sizes_that_make_no_measurement(tiny_model, text, ctx, stride, limit, words):

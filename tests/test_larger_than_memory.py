@@ -485,16 +485,13 @@ def test_a_limit_above_what_the_machine_has_is_not_blamed(quantkit, tiny_model, 
     assert hint == "hint: use a machine with more memory: no option makes it fit"
 
 
-def test_an_evaluation_that_cannot_fit_is_refused_before_anything_is_read(
-    quantkit, tiny_model, tmp_path, read
+@pytest.mark.parametrize(("free", "words"), [(1000, "no option makes it fit"), (150e6, "--loss-tokens 0")])
+def test_where_calibration_does_not_decide_the_peak_its_flags_are_not_named(
+    quantkit, tiny_model, monkeypatch, free, words
 ):
-    model = tiny_model("llama", tokenizer="bos")
-    text = jobs.calibration(tmp_path).calibration
-    done = quantkit("eval", model, "--text", text, "--ctx", 32, "--max-memory", "64MB", "-q")
-    assert done.code == 5 and ", the evaluation " in done.err and not read
-    found = done.err.splitlines()[-1].removeprefix("hint: use ")
-    assert found.startswith("--max-memory ")
-    done = quantkit("eval", model, "--text", text, "--ctx", 32, *shlex.split(found), "-q")
-    assert done.code == 0
-    done = quantkit("eval", model, "--text", text, "--ctx", 32, "--max-memory", "0", "-q")
-    assert done.code == 2
+    """Predictions for a large vocabulary take more than all else."""
+    monkeypatch.setattr(plan, "host_memory", lambda: free)
+    monkeypatch.setattr(plan, "free_memory", lambda device: free)
+    model = tiny_model("llama", tokenizer=True, vocab_size=60000)
+    done = quantkit("gptq", model, "--samples", "8", "--seqlen", "32", "-q")
+    assert done.code == 5 and words in done.err.splitlines()[-1]

@@ -289,4 +289,7 @@ def _parser_error(error: Any) -> QuantkitError:
 
     typed = re.search(r"--bits[= ](\S+)", " ".join(sys.argv)) if "'--bits'" in message else None
     hint = (typed and mean_bits(typed[1])) or f"{did_you_mean(near)}see {command} --help"
+    extra = re.search(r"unexpected extra argument\S* \((.+)\)", message)
+    if extra and any("--output" in option.opts for option in error.ctx.command.params):
+        hint = f"the output is an option: -o {extra[1]}; {hint}"
     return QuantkitError(message[:1].lower() + message[1:], hint, USAGE)

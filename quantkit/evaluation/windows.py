@@ -102,8 +102,10 @@ def load(
     stream = tokenizing.encode(tokenizer, content, limit)
     body, step = ctx - bos, min(stride, ctx - bos)
     starts = list(range(0, len(stream) - body + 1, step))
-    what = f"{name} holds {count(len(stream), 'token')}; one window needs {body}"
-    require(starts, what, "give a longer --text, a larger --limit or a shorter --ctx", USAGE)
+    what, hint = f"{name} holds {count(len(stream), 'token')}", "give a longer --text or a shorter --ctx"
+    if len(stream) == limit:
+        what, hint = f"--limit leaves {count(limit, 'token')}", "give a larger --limit or a shorter --ctx"
+    require(starts, f"{what}; one window needs {body}", hint, USAGE)
     ids = torch.tensor([stream[start : start + body] for start in starts])
     if bos:
         ids = torch.cat([torch.full((len(ids), 1), tokenizer.bos_token_id), ids], 1)

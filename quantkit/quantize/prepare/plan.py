@@ -194,7 +194,8 @@ def decide(
     5) if the execution with the least memory does not fit.
     """
     shapes = replace(shapes_of(skeleton, specs, shape[0] * shape[1], 0), predicted=predicted)
-    need = partial(job_memory, skeleton, specs, method, shapes, shape)
+    memory = partial(job_memory, skeleton, specs, method)
+    need = partial(memory, shapes, shape)
     executions = list(_executions(skeleton, method, options, shape, adopted))
     free = FreeMemory.of(skeleton.device, options.max_memory)
     execution = next((e for e in executions if free.holds(need(e), COMFORT)), None) or min(
@@ -203,8 +204,14 @@ def decide(
     if execution.sequential == "repeat" and Statistic.HESSIAN in method.needs:
         execution = replace(execution, at_once=sites_at_once(shapes, free.computing, need(execution)))
     peak = need(execution)
-    less = f"--target own {LESS}" if Statistic.DRIFT in method.needs else LESS
-    free.check(peak, less if method.needs else "a machine with more memory: no option makes it fit")
+    least = replace(execution, sequential="repeat", states="disk", batch_size=1)
+    if memory(shapes, (1, 1), least).computing < peak.computing:
+        remedy = f"--target own {LESS}" if Statistic.DRIFT in method.needs else LESS
+    elif free.holds(memory(replace(shapes, predicted=0), shape, execution)):
+        remedy = "--loss-tokens 0"
+    else:
+        remedy = "a machine with more memory: no option makes it fit"
+    free.check(peak, remedy)
     scratch, spilled = 0, 0
     if Statistic.CURVATURE in method.needs and any(spec.grid for spec in specs):
         scratch = scratch_bytes(len(skeleton.blocks), shapes)
