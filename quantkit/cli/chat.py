@@ -25,7 +25,6 @@ def command(
     model: Annotated[str, typer.Argument(help="Checkpoint: a folder, a GGUF file or a hub id.")],
     **values: Any,
 ) -> None:
-
     quiet = values["quiet"]
     with streams.listener(quiet) as progress:
         with streams.uncollected():  # after the first line of progress: torch takes seconds
