@@ -495,3 +495,18 @@ def test_where_calibration_does_not_decide_the_peak_its_flags_are_not_named(
     model = tiny_model("llama", tokenizer=True, vocab_size=60000)
     done = quantkit("gptq", model, "--samples", "8", "--seqlen", "32", "-q")
     assert done.code == 5 and words in done.err.splitlines()[-1]
+
+
+def test_an_evaluation_that_cannot_fit_is_refused_before_anything_is_read(
+    quantkit, tiny_model, tmp_path, read
+):
+    model = tiny_model("llama", tokenizer="bos")
+    text = jobs.calibration(tmp_path).calibration
+    done = quantkit("eval", model, "--text", text, "--ctx", 32, "--max-memory", "64MB", "-q")
+    assert done.code == 5 and ", the evaluation " in done.err and not read
+    found = done.err.splitlines()[-1].removeprefix("hint: use ")
+    assert found.startswith("--max-memory ")
+    done = quantkit("eval", model, "--text", text, "--ctx", 32, *shlex.split(found), "-q")
+    assert done.code == 0
+    done = quantkit("eval", model, "--text", text, "--ctx", 32, "--max-memory", "0", "-q")
+    assert done.code == 2
