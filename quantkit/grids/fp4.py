@@ -239,7 +239,7 @@ def values_by_code(device: torch.device) -> Tensor:
 
 @cache
 def _codes_by_place(device: torch.device) -> Tensor:
-    """Return the code of each interval, of which TableLevels returns the index of the nearest level."""
+    """Return the code of the level nearest to each interval (see TableLevels)."""
     codes = constant((*range(SIGN + 7, SIGN, -1), *range(8)), device, torch.uint8)
     return codes[nearest_codes(Fp4Levels.level_table, device).long()]
 
