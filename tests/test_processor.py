@@ -6,10 +6,12 @@ import sys
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.errors import QuantkitError
 from quantkit.models.machine import processor
-from quantkit.models.machine.device import narrow_products
+from quantkit.models.machine.device import bfloat16_linears, narrow_products
 from quantkit.quantize.calibrate import capture
 
 CASCADE_LAKE = "flags\t\t: fpu avx avx2 avx512f avx512bw avx512_vnni"
@@ -106,3 +108,35 @@ def test_only_sums_of_bfloat16_inputs_use_bfloat16_units(monkeypatch, answer, dt
     with pytest.raises(ZeroDivisionError), narrow_products(torch.ones(1, dtype=dtype)):
         raise ZeroDivisionError
     assert precision() == before
+
+
+class Products(TorchDispatchMode):
+    """Records the dtypes of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if "mm" in function.name():
+            self.dtypes.add(arguments[-1].dtype)
+        return function(*arguments, **options or {})
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("answer", "dtype", "computed"),
+    [("poor", "bfloat16", "float32"), ("capable", "bfloat16", "bfloat16"), ("poor", "float16", "float16")],
+)
+def test_a_processor_without_bfloat16_rounds_outputs_of_linears(monkeypatch, answer, dtype, computed, biased):
+    """To the value nearest to the exact sum, or its neighbour where float32 sums differ."""
+    dtype, computed = getattr(torch, dtype), getattr(torch, computed)
+    monkeypatch.setenv(processor.ANSWER, answer)
+    module = nn.Linear(48, 16, bias=biased, dtype=dtype)
+    inputs = torch.randn(4, 10, 48, generator=torch.Generator().manual_seed(3)).to(dtype)
+    bias = module.bias.double() if biased else None
+    exact = nn.functional.linear(inputs.double(), module.weight.double(), bias)
+    with torch.no_grad(), Products() as products, bfloat16_linears(dtype, torch.device("cpu")):
+        outputs = module(inputs)
+    assert products.dtypes == {computed} and outputs.dtype == dtype
+    assert ((outputs.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()

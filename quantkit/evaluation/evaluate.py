@@ -27,7 +27,7 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import watched
 from quantkit.models.gguf.tokenizer_hash import difference, tokenizer_sha256
 from quantkit.models.machine import distributed
-from quantkit.models.machine.device import give_back
+from quantkit.models.machine.device import bfloat16_linears, give_back
 from quantkit.models.machine.memory import map_large_blocks
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import divergence
@@ -35,7 +35,7 @@ from quantkit.quantize.calibrate.states import HERE, Place, States
 from quantkit.quantize.prepare.memory import BATCH_TOKENS
 from quantkit.quantize.staging.folder import disk_errors
 
-FLOOR_TOKENS = 1024  # for the noise floor: a CPU without bfloat16 takes eight times as long
+FLOOR_TOKENS = 1024  # for the noise floor
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ class Measured:
     states: States
 
     def logits(self, batch: int, span: tuple[int, slice]) -> Tensor:
-        return self.model.skeleton.logits(self.states[batch][span])
+        skeleton = self.model.skeleton
+        with bfloat16_linears(skeleton.dtype, skeleton.device):
+            return skeleton.logits(self.states[batch][span])
 
 
 def evaluate(
@@ -163,8 +165,9 @@ def check_comparable(
 
 def run(model: StreamedModel, windows: Windows, listen: Listener, storage: Place = HERE) -> Measured:
     """Run the model over all windows."""
-    full = disk_errors(storage.folder, "run the same command again, with another folder in TMPDIR")
-    with watched(model.skeleton.checkpoint), full if storage.folder else nullcontext():
+    skeleton, hint = model.skeleton, "run the same command again, with another folder in TMPDIR"
+    full = disk_errors(storage.folder, hint) if storage.folder else nullcontext()
+    with watched(skeleton.checkpoint), bfloat16_linears(skeleton.dtype, skeleton.device), full:
         return Measured(model, model.states(windows.ids.split(_batch(windows)), listen, storage))
 
 
