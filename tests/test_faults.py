@@ -132,7 +132,7 @@ def test_a_clock_that_is_set_back(server, workplace, reference):
     for path in (folder / "out.partial").iterdir():
         os.utime(path, (2**32, 2**32))
     assert server.run(folder, stops.again(NAME), call=("failing:clock_back", [86_400.0])) == 0
-    assert "resuming: 1 of 2 blocks" in forked.said(folder)
+    assert "1 of 2 blocks" in forked.said(folder)
     assert stops.contents(folder / "out") == reference
 
 

@@ -16,12 +16,22 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.quantize import loop
 from quantkit.quantize.calibrate import original
-from quantkit.quantize.outputs import Loss, loss
+from quantkit.quantize.outputs import Loss, finish, loss
 from quantkit.quantize.progress import Progress
 from quantkit.text import calibration
 
 PLAIN = {"group_size": 32, "transform": "none", "refine": 0}
 SHORT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+
+
+class Counts(Progress):
+    """Keeps the steps that have an end."""
+
+    def __init__(self):
+        self.counts = []
+
+    def counting(self, what, done, total):
+        self.counts.append((what, done, total))
 
 
 @pytest.fixture
@@ -49,8 +59,9 @@ def literal(expected, found):
 def test_the_loss_is_that_of_the_models_that_transformers_runs(model, tmp_path, bits):
     arguments = {"calibration": jobs.calibration(tmp_path, 6, 32), "dtype": "float32", "loss_tokens": 200}
     job = jobs.prepare("gptq", model, tmp_path / "out", {**PLAIN, "bits": bits}, **arguments)
-    tokens = job.held_back.tokens
-    found = loop.run([job], Progress())[0].loss
+    tokens, progress = job.held_back.tokens, Counts()
+    found = loop.run([job], progress)[0].loss
+    assert progress.counts == [(what, done, 2) for what in (finish.LOSS, finish.VERIFY) for done in (0, 1)]
     rounded = jobs.quantize(
         "gptq",
         model,

@@ -121,7 +121,7 @@ def test_killed_at_the_worst_moments(forker, workplace, reference, folder, place
     assert len(list(partial.glob("block-*.safetensors"))) == blocks
     assert forker.run(folder, [*job(workplace), "--resume"]) == 0, forked.said(folder)
     assert contents(folder / "out") == reference
-    assert f"resuming: {blocks} of {BLOCKS} blocks" in forked.said(folder)
+    assert f"{blocks} of {BLOCKS} blocks" in forked.said(folder)
     assert not partial.exists()
 
 
@@ -273,7 +273,7 @@ def test_jobs_of_other_kinds_resume(forker, workplace, tmp_path, asked):
     assert (told["schema"], told["linears"]) == ("quantkit.job/3", 7 * BLOCKS)
     assert forker.run(tmp_path / "killed", words, stop=NEXT) == -KILL
     assert forker.run(tmp_path / "killed", [*words, "--resume"]) == 0
-    assert f"resuming: 1 of {BLOCKS} blocks" in forked.said(tmp_path / "killed")
+    assert f"1 of {BLOCKS} blocks" in forked.said(tmp_path / "killed")
     assert contents(tmp_path / "killed/out") == contents(tmp_path / "whole/out")
 
 
@@ -318,7 +318,7 @@ def test_a_source_that_is_hashed_beside_the_job(forker, workplace, reference, fo
     assert (fingerprint["source_sha256"] is None) == (late == "late")
     assert forker.run(folder, [*job(workplace), "--resume"], call=("failing:hash_beside", [0.1])) == 0
     log = forked.said(folder)
-    assert f"resuming: {resumed} of {BLOCKS} blocks" in log if resumed else "resuming" not in log
+    assert f"{resumed} of {BLOCKS} blocks" in log if resumed else "done already" not in log
     assert contents(folder / "out") == reference
 
 

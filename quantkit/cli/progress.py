@@ -98,7 +98,7 @@ class Lines(Quiet):
         self._errors: list[float] = []
         self._do(f"in block 1/{blocks}")
         if done:
-            self._say(f"resuming: {done} of {blocks} blocks are done already")
+            self._say(f"{done} of {blocks} blocks are done already")
 
     def linear(self, spec: LinearSpec, record: Mapping[str, Any]) -> None:
         super().linear(spec, record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from quantkit.quantize.timings import Timings
 if TYPE_CHECKING:  # gguf takes a while to import, and few jobs need it
     from quantkit.models.gguf.imatrix import Imatrix
 
+LOSS, VERIFY = "measuring the loss: the original model", "verifying what was written"
 LAST = slice(-8, None)  # tokens whose logits are compared: they depend on final norm and head
 # Largest relative difference of a token between the loop and the files read back. Both compute the same
 # values in the same order; the slack is for devices whose kernels are not bit-reproducible.
@@ -63,15 +65,15 @@ def finish(
     jobs[0].skeleton.model.to("meta")  # no second embedding next to the original's or the written one
     expected = None
     if jobs[0].held_back:
-        progress.phase("measuring the loss: the original model")
+        progress.phase(LOSS)
         with timings("loss"):
-            expected = loss.of_original(jobs[0])
+            expected = loss.of_original(jobs[0], partial(progress.counting, LOSS))
     return_freed_pages(also_kept=True)
-    progress.phase("verifying what was written")
+    progress.phase(VERIFY)
     summaries = []
     for job, draft in zip(jobs, drafts, strict=True):
         with timings("verify"):
-            measured = _verify(job, final_states, reference, expected)
+            measured = _verify(job, final_states, reference, expected, progress)
         dtype = job.plan.execution.dtype
         if expected and (warning := loss.warning(measured, job.request.method.options, dtype)):
             progress.warn(warning)
@@ -108,7 +110,7 @@ def manifest(job: Job) -> dict:
 
 
 def _verify(
-    job: Job, states: Tensor | None, logits: Tensor | None, expected: loss.Expected | None
+    job: Job, states: Tensor | None, logits: Tensor | None, expected: loss.Expected | None, progress: Progress
 ) -> Loss | None:
     """Read the output back and run the loop's first batch and the held-back tokens through it, block by
     block. Return the loss on the held-back tokens. states, logits: of the first batch; None: not known, then
@@ -124,7 +126,8 @@ def _verify(
         return None
     with mapped():
         skeleton.load_rest(away=True)
-    final = walk.through(skeleton, batches, place=HERE)
+    entered = partial(progress.counting, VERIFY, total=skeleton.depth)
+    final = walk.through(skeleton, batches, entered=entered, place=HERE)
     if states is not None:
         pairs = {"hidden states": (final[0], states), "logits": (skeleton.logits(final[0][0, LAST]), logits)}
         refuse_unlike(pairs, job.plan.execution.dtype, path)

@@ -12,6 +12,7 @@ two models are never in memory together.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -46,9 +47,11 @@ class Expected:
     rtn_kld: float | None
 
 
-def of_original(job: Job) -> Expected:
+def of_original(job: Job, listen: Callable[[int, int], None]) -> Expected:
     """Run the held-back tokens of a job through its source, and next to it through the baseline: the source
-    with blocks rounded to nearest, and with the output's embedding and head. One block is in memory."""
+    with blocks rounded to nearest, and with the output's embedding and head. One block is in memory.
+
+    listen: called with the number of finished blocks and of all."""
     skeleton, tokens = Skeleton(job.checkpoint, job.skeleton.dtype, job.skeleton.device), job.held_back.tokens
     skeleton.streams = job.skeleton.streams
     skeleton.load_rest(away=True)
@@ -57,6 +60,7 @@ def of_original(job: Job) -> Expected:
         _install_rest(job, skeleton)
         rounded = skeleton.embed(tokens)
     for index, _ in walk.blocks(skeleton):
+        listen(index, skeleton.depth)
         hidden = skeleton.run_block(index, hidden)
         if baseline:
             round_block(skeleton, index, job.specs, RtnSolver(), job.method.layout)
