@@ -168,6 +168,22 @@ def test_dry_run_lists_every_linear_and_writes_nothing(quantkit, make, model, sm
     assert "16 bit (--exclude 1.*o_proj)" in done.out
 
 
+def test_a_dry_run_says_the_time_that_plan_says(quantkit, make, model, small):
+    def planned(method, samples=4, seqlen=32):
+        made = make("plan", model, "--samples", samples, "--seqlen", seqlen, "--threads", 1)
+        return made["job"][method]["seconds"]
+
+    record = make("gptq", model, *small, "--dry-run")
+    assert record["expected_seconds"] == planned("gptq") < planned("gptq", 4096, 512)
+    assert make("nf4", model, "--threads", 1, "--dry-run")["expected_seconds"] == planned("nf4")
+    done = quantkit("gptq", model, *small, "--bits", 3, "--dry-run")
+    assert f"time         about {record['expected_seconds']:.0f} s, by a benchmark of this" in done.out
+    for option in ("--solver rtn", "--target own", "--dtype bfloat16"):
+        assert make("gptq", model, *small, *option.split(), "--dry-run")["expected_seconds"] is None
+    done = quantkit("gguf", model, *small, *"-t Q4_0 -t Q8_0 --dry-run".split())
+    assert "of this machine" not in done.out
+
+
 def test_the_plan_is_what_happens(make, model, small):
     # with fewer samples the output loses more than round to nearest, and warns
     options = [*small, "--samples", 16, "--bits", 3, "--group-size", 64]

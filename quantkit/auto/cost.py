@@ -7,7 +7,6 @@ from dataclasses import replace
 from quantkit.auto.job import Auto
 from quantkit.capacity import duration, source, speed
 from quantkit.capacity import job as capacity_job
-from quantkit.capacity.question import Question
 from quantkit.tables import megabytes
 
 SOLVED = 2  # candidates of a unit that a search solves: the usual and the measured one
@@ -27,15 +26,11 @@ def seconds(auto: Auto) -> float | None:
     A result takes the time of its job (`quantkit plan`) and an evaluation of two models.
     """
     execution, options, work = auto.job.plan.execution, auto.request.options, auto.space.method.work
-    if execution.device != "cpu":
-        return None
-    samples, seqlen = auto.job.calibration.tokens.shape
-    read = source.read(str(auto.job.checkpoint.folder))
-    question = Question(samples=samples, seqlen=seqlen, threads=execution.threads)
-    job_seconds = capacity_job.of_model(read, question)[auto.space.method.name]["seconds"]
+    job_seconds = capacity_job.seconds(auto.job)
     if job_seconds is None:
         return None
-    model = duration.model_of(read, speed.of_machine(execution.dtype).with_threads(execution.threads))
+    speed_of = speed.of_machine(execution.dtype).with_threads(execution.threads)
+    model = duration.model_of(source.read(str(auto.job.checkpoint.folder)), speed_of)
     weights = sum(site.weights for site in model.sites)
     rounded = sum(len(unit.candidates) for unit in auto.units) / len(auto.units)
     measured = auto.tokens.numel() * (2 + len(auto.units))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit import layouts
-from quantkit.capacity import Unsupported, duration, formats, speed
+from quantkit.capacity import Unsupported, duration, formats, source, speed
 from quantkit.capacity.duration import model_of
 from quantkit.capacity.parameters import DTYPE_BYTES, TABLES, Tensor
 from quantkit.capacity.question import Question
@@ -31,9 +31,13 @@ from quantkit.quantize.prepare.memory import (
 )
 from quantkit.quantize.prepare.shapes import Shapes, of_largest_block
 
+if TYPE_CHECKING:  # imports torch
+    from quantkit.quantize.job import Job
+
 INTERPRETER_BYTES = 460 * MIB  # Python with torch for CPUs, transformers and a tokenizer; measured
 NOTHING = {"peak_memory_bytes": None, "disk_bytes": None, "seconds": None}
 MEASURED = "blocks of large models, measured on an H200"
+EQUALLY_FAST = {"bits", "group_size", "sym", "layout"}  # options of methods
 USUAL = (None, "suspend", "device")  # how a job runs if memory is no concern
 H200_TFLOPS = 989
 LIKE_H200 = ("h100", "h200")  # devices for which measured times are scaled by FLOPS
@@ -50,6 +54,21 @@ def of_model(source: Source, question: Question) -> dict[str, Any]:
     needs = {"needs": "--allow-requantize" if layout else None}
     question = replace(question, seqlen=min(question.seqlen, source.settings.context or question.seqlen))
     return {name: _record(name, source, question) | needs for name in methods.available()}
+
+
+def seconds(job: Job) -> float | None:
+    """Return the time of a prepared job. None: on an accelerator, in several processes, or with options other
+    than the default ones and EQUALLY_FAST, where nothing was measured."""
+    execution, options, question = job.plan.execution, job.request.method.options, Question()
+    changed = vars(options).items() - vars(type(options)()).items()
+    if execution.device != "cpu" or job.plan.ranks > 1 or {name for name, _ in changed} - EQUALLY_FAST:
+        return None
+    if job.calibration:
+        samples, seqlen = job.calibration.tokens.shape
+        question = replace(question, samples=samples, seqlen=seqlen)
+    model = source.read(str(job.checkpoint.folder))
+    found = _record(job.method.name, model, replace(question, threads=execution.threads))
+    return found["seconds"] if found.get("dtype") == execution.dtype else None
 
 
 def _record(method: str, source: Source, question: Question) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from shlex import quote
 
 from rich.console import Console
 
+from quantkit.capacity.job import seconds
+from quantkit.capacity.show import duration
 from quantkit.errors import count, name_all
 from quantkit.evaluation.comparison.table import report
 from quantkit.evaluation.of_job import Result
@@ -40,6 +42,7 @@ def plan_record(job: Job) -> dict:
         "options": asdict(job.request.method.options),
         "calibration": job.calibration.record() if job.calibration else None,
         "plan": asdict(job.plan),
+        "expected_seconds": seconds(job),
         "matrices": [
             {"name": m.name, "block": m.block, "shape": list(m.shape), "becomes": m.becomes}
             for m in job.method.output.planned(job.specs)
@@ -97,6 +100,8 @@ def print_plans(jobs: Sequence[Job]) -> None:
         "computes": computes(asdict(execution), made is not None),
         "calibration": calibration(made and made.record()),
     }
+    if len(jobs) == 1 and (expected := seconds(jobs[0])):
+        facts["time"] = f"about {duration(expected)}, by a benchmark of this machine"
     print_facts(console, facts)
 
 
