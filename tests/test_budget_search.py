@@ -318,11 +318,12 @@ def test_streams_have_the_divergence_of_the_whole_model(tiny_model, tmp_path, ro
     skeleton = Skeleton(open_checkpoint(str(source)), torch.float32, CPU)
     skeleton.load_rest()
     ids = torch.randint(60, (4, 12), generator=torch.Generator().manual_seed(3))
-    noisy = Noisy(skeleton)
+    noisy, steps = Noisy(skeleton), []
     with torch.no_grad():
         *_, (of_usual, found) = unit_divergence.measure(
-            skeleton, units, ids.split(2), ids.split(2), noisy, room
+            skeleton, units, ids.split(2), ids.split(2), noisy, room, lambda: steps.append(1)
         )
+    assert sum(steps) == unit_divergence.steps(units, 3) == len(units) // 3 * (3 + 2 + 1)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
 
     def predictions() -> torch.Tensor:

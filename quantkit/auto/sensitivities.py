@@ -109,7 +109,8 @@ def measure(auto: Auto, progress: Progress, saved: Sensitivities | None = None) 
     skeleton.load_rest()
     batch_size = job.plan.execution.batch_size
     tokens, statistics = auto.tokens.split(batch_size), auto.statistics.split(batch_size)
-    done = itertools.count(len(auto.units) - len(missing))
+    total = unit_divergence.steps(auto.units, skeleton.depth)
+    done = itertools.count(total - unit_divergence.steps(missing, skeleton.depth))
     outside = GgufOutside(job, statistics) if auto.space.method.name == "gguf" else None
     folder = auto.folder / USUAL
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed search
@@ -117,7 +118,7 @@ def measure(auto: Auto, progress: Progress, saved: Sensitivities | None = None) 
     solving = Solving(auto, outside, folder)
 
     def report() -> None:
-        progress.counting("measuring sensitivities", next(done), len(auto.units))
+        progress.counting("measuring sensitivities", next(done), total)
 
     report()
     compared = partial(progress.counting, "comparing predictions")

@@ -39,6 +39,11 @@ class _Stream:
     head: Values = field(default_factory=dict)
 
 
+def steps(units: Sequence[Unit], depth: int) -> int:
+    """Return the number of blocks that the streams of all units run through. depth: blocks of the model."""
+    return sum(depth - (unit.block or 0) for unit in units)
+
+
 @torch.no_grad()
 def measure(
     skeleton: Skeleton,
@@ -54,9 +59,9 @@ def measure(
     those of the units measured so far from the usual model, by the name of the replaced unit.
 
     tokens: ids `[batch, tokens]` to measure on. calibration: ids for the solver. limit: maximum number of
-    streams. report: called when the streams of a unit have begun. compared: called with the number of tokens
-    whose predictions were compared, and their total. Tensors outside the blocks must be loaded. Results do
-    not depend on which units are measured.
+    streams. report: called when a stream has run through a block (`steps`). compared: called with the number
+    of tokens whose predictions were compared, and their total. Tensors outside the blocks must be loaded.
+    Results do not depend on which units are measured.
     """
     changes: dict[str, Divergence] = {}
     pending = deque(sorted(units, key=lambda unit: -1 if unit.block is None else unit.block))
@@ -65,7 +70,6 @@ def measure(
         unit = pending.popleft()
         embedding, head = replacer.outside(unit)
         streams.append(_Stream(unit.name, [skeleton.embed(ids, embedding) for ids in tokens], head))
-        report()
     original = [skeleton.embed(ids) for ids in tokens]
     usual, entering = original, [skeleton.embed(ids) for ids in calibration]
     start, of_usual, final = 0, None, []  # of_usual: of the usual model, whose final states are `final`
@@ -88,6 +92,7 @@ def measure(
             values = _weights(skeleton, stored)
             for stream in streams:
                 stream.states = _run(skeleton, index, stream.states, values)
+                report()
             if of_usual is None or (pending and next_walk is None):
                 usual, entering = (_run(skeleton, index, states, values) for states in (usual, entering))
             streams += started
