@@ -18,6 +18,7 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize.progress import Progress
 
 TOKENS = 256  # of the sequence that `check` compares
+FEWER = {"llama.cpp": 64}  # it says the probabilities of one token at a time, as text
 LEAST = 1e-4  # nats per token: divergences up to here are products in 16 bit, whatever the noise
 FACTOR = 10  # times the noise: kernels round at other places. Measured: 0.7 to 2, int4 in vLLM 6, K-quants 8
 OTHERWISE = (
@@ -81,7 +82,8 @@ def refuse(record: dict, base: str | None = None) -> None:
 def _difference(engine: Engine, checkpoint: Checkpoint, listen: Listener) -> tuple[dict, float, int]:
     """Return an engine's difference from quantkit's decode, the divergence of that decode from itself in the
     engine's dtype, and the number of tokens."""
-    ctx, chosen = min(TOKENS, checkpoint.context or TOKENS), frozenset({"kld"})
+    tokens, chosen = FEWER.get(engine.name, TOKENS), frozenset({"kld"})
+    ctx = min(tokens, checkpoint.context or tokens)
     text = windows.load(checkpoint, None, ctx, limit=ctx)
     model = StreamedModel.open(checkpoint, torch.float32, torch.device("cpu"))
     decoded = evaluate.run(model, text, listen)
