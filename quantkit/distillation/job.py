@@ -133,6 +133,9 @@ class Job:
             training.teacher.load_rest()
             student.skeleton.load_rest()
         self._check_embeddings()
+        steps = 2 + bool(options.epochs)
+        progress.step(1, steps)
+        progress.phase("running both models, block by block")
         final = blocks.walk(training, self.staging, timings, progress)
         rest = {name: value.cpu() for name, value in student.rest().floats.items()}
         with timings("measure"):
@@ -146,6 +149,8 @@ class Job:
         if options.epochs:
             start = floats or student.floats(hold) | rest
             learner = whole.EndToEnd(training, final, start, hold)
+            progress.step(2, steps)
+            progress.phase("training end to end")
             with timings("end to end"):
                 curve = learner.train(best, self.staging, progress)
             divergences, step = list(curve.values()), whole.best_step(curve, best)
@@ -159,6 +164,7 @@ class Job:
                 f"nothing lowered the divergence on held-out text: {output} holds the student as it was"
             )
         done = {"stages": stages, "before": before, "after": best}
+        progress.step(steps, steps)
         self._write(floats, self._described() | done, progress, timings)
         return done | {"improved": floats is not None}
 
