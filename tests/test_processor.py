@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.errors import QuantkitError
-from quantkit.models.machine import processor
+from quantkit.models.machine import device, processor
 from quantkit.models.machine.device import bfloat16_linears, narrow_products
 from quantkit.quantize.calibrate import capture
 
@@ -132,6 +132,7 @@ def test_a_processor_without_bfloat16_rounds_outputs_of_linears(monkeypatch, ans
     """To the value nearest to the exact sum, or its neighbour where float32 sums differ."""
     dtype, computed = getattr(torch, dtype), getattr(torch, computed)
     monkeypatch.setenv(processor.ANSWER, answer)
+    monkeypatch.setattr(device, "WIDENED", 7)  # of 16 rows
     module = nn.Linear(48, 16, bias=biased, dtype=dtype)
     inputs = torch.randn(4, 10, 48, generator=torch.Generator().manual_seed(3)).to(dtype)
     bias = module.bias.double() if biased else None

@@ -18,6 +18,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
 from quantkit.models.machine import memory, processor
 from quantkit.options import unknown_device
 
+WIDENED = 4096  # rows of a weight, such as the head's, that are in float32 at a time
 fallbacks: list[str] = []  # what this process does without on its device; jobs report them
 
 
@@ -101,7 +102,10 @@ class _Widened(TorchFunctionMode):
     def __torch_function__(self, function, types, arguments=(), options=None):
         if function is not linear or options or arguments[0].dtype != torch.bfloat16:
             return function(*arguments, **options or {})
-        return function(*(tensor if tensor is None else tensor.float() for tensor in arguments)).bfloat16()
+        inputs, *rows = (tensor for tensor in arguments if tensor is not None)
+        inputs, parts = inputs.float(), zip(*(tensor.split(WIDENED) for tensor in rows), strict=True)
+        outputs = (linear(inputs, *(tensor.float() for tensor in part)).bfloat16() for part in parts)
+        return torch.cat(list(outputs), -1)
 
 
 def bfloat16_linears(dtype: torch.dtype, device: torch.device) -> AbstractContextManager:
