@@ -13,6 +13,7 @@ from collections import namedtuple
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import families
 import jobs
@@ -25,6 +26,7 @@ from safetensors.torch import load_file
 
 from quantkit import cli
 from quantkit.cli import job_report
+from quantkit.errors import QuantkitError
 from quantkit.models.files.checkpoint import MANIFEST
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, methods
@@ -182,6 +184,9 @@ def test_a_dry_run_says_the_time_that_plan_says(quantkit, make, model, small):
         assert make("gptq", model, *small, *option.split(), "--dry-run")["expected_seconds"] is None
     done = quantkit("gguf", model, *small, *"-t Q4_0 -t Q8_0 --dry-run".split())
     assert "of this machine" not in done.out
+    error = QuantkitError("plan does not read this", "a job does")
+    with mock.patch("quantkit.capacity.source.read", side_effect=error):
+        assert make("gptq", model, *small, "--dry-run")["expected_seconds"] is None
 
 
 def test_the_plan_is_what_happens(make, model, small):

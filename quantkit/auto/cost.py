@@ -29,8 +29,8 @@ def seconds(auto: Auto) -> float | None:
     job_seconds = capacity_job.seconds(auto.job)
     if job_seconds is None:
         return None
-    speed_of = speed.of_machine(execution.dtype).with_threads(execution.threads)
-    model = duration.model_of(source.read(str(auto.job.checkpoint.folder)), speed_of)
+    machine = speed.of_machine(execution.dtype).with_threads(execution.threads)
+    model = duration.model_of(source.read(str(auto.job.checkpoint.folder)), machine)
     weights = sum(site.weights for site in model.sites)
     rounded = sum(len(unit.candidates) for unit in auto.units) / len(auto.units)
     measured = auto.tokens.numel() * (2 + len(auto.units))

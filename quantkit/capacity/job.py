@@ -12,7 +12,7 @@ from quantkit.capacity.duration import model_of
 from quantkit.capacity.parameters import DTYPE_BYTES, TABLES, Tensor
 from quantkit.capacity.question import Question
 from quantkit.capacity.source import Source
-from quantkit.errors import count
+from quantkit.errors import QuantkitError, count
 from quantkit.layouts import Statistic
 from quantkit.models.machine import expert_share, processor
 from quantkit.models.machine.memory import room
@@ -58,7 +58,7 @@ def of_model(source: Source, question: Question) -> dict[str, Any]:
 
 def seconds(job: Job) -> float | None:
     """Return the time of a prepared job. None: on an accelerator, in several processes, or with options other
-    than the default ones and EQUALLY_FAST, where nothing was measured."""
+    than the default ones and EQUALLY_FAST, where nothing was measured; or of a model that `plan` refuses."""
     execution, options, question = job.plan.execution, job.request.method.options, Question()
     changed = vars(options).items() - vars(type(options)()).items()
     if execution.device != "cpu" or job.plan.ranks > 1 or {name for name, _ in changed} - EQUALLY_FAST:
@@ -66,7 +66,10 @@ def seconds(job: Job) -> float | None:
     if job.calibration:
         samples, seqlen = job.calibration.tokens.shape
         question = replace(question, samples=samples, seqlen=seqlen)
-    model = source.read(str(job.checkpoint.folder))
+    try:
+        model = source.read(str(job.checkpoint.folder))
+    except QuantkitError:
+        return None
     found = _record(job.method.name, model, replace(question, threads=execution.threads))
     return found["seconds"] if found.get("dtype") == execution.dtype else None
 
