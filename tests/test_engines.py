@@ -9,6 +9,7 @@ import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import families
 import jobs
@@ -20,7 +21,7 @@ from nights import nightly
 from torch.nn.functional import cross_entropy
 
 from quantkit.errors import QuantkitError
-from quantkit.evaluation import windows
+from quantkit.evaluation import served, windows
 from quantkit.evaluation.comparison import record as records
 from quantkit.evaluation.comparison.gates import Gate, judge, refuse_failed
 from quantkit.evaluation.comparison.table import markdown
@@ -257,3 +258,12 @@ def test_flags_are_checked(demo_model, refuse, tmp_path):
     )
     error, hint = refuse(2, "verify", demo_model, "--python", sys.executable)
     assert (error, hint) == ("--python and --engine-option need --engine", "add --engine NAME")
+
+
+@pytest.mark.parametrize(("rounds_inputs", "agrees"), [(True, False), (False, True)])
+def test_where_inputs_are_rounded_the_bound_is_narrower(monkeypatch, rounds_inputs, agrees):
+    """vLLM's 8 bit products that overflow differ by 8.8 times the noise; honest kernels by 0.9 to 1.1."""
+    facts = {"name": "vllm", "difference": {"mean": 0.0066}}
+    monkeypatch.setattr(served, "_difference", lambda *_: (facts, 0.00075, 255))
+    checkpoint = SimpleNamespace(layout=SimpleNamespace(rounds_inputs=rounds_inputs))
+    assert served.check(None, [checkpoint], None)["agrees"] is agrees

@@ -264,6 +264,7 @@ LOADS = [
     (CT | {"mixed": {True}}, "transformers vLLM"),
     (CT | {"mixed": {True}, "symmetric": {False}}, "vLLM"),
     (CT | {"form": {"int8"}, "bits": {8}}, "transformers"),
+    (CT | {"form": {"int8"}, "activations": {True}, "bits": {8}}, "transformers vLLM"),
     (CT | {"form": {"float8"}, "activations": {True}, "bits": {8}}, "transformers"),  # in blocks
     (CT | {"form": {"float8"}, "group_size": {-1}, "static": {True}}, "transformers"),
     (CT | {"form": {"float8"}, "group_size": {-1}, "cache": {True}}, "transformers vLLM"),

@@ -21,6 +21,7 @@ TOKENS = 256  # of the sequence that `check` compares
 FEWER = {"llama.cpp": 64}  # it says the probabilities of one token at a time, as text
 LEAST = 1e-4  # nats per token: divergences up to here are products in 16 bit, whatever the noise
 FACTOR = 10  # times the noise: kernels round at other places. Measured: 0.7 to 2, int4 in vLLM 6, K-quants 8
+ROUNDED = 3  # the same where clients round inputs: the noise shows what inputs that round otherwise cost
 OTHERWISE = (
     "no file was changed: the original model or the calibration text is another than the job's, or the "
     "checkpoint was not made as its manifest says"
@@ -50,13 +51,16 @@ def check(engine: Engine, checkpoints: Sequence[Checkpoint], listen: Listener) -
     """Compare an engine with quantkit's decode on one sequence of the held-out text; return JSON.
 
     `difference` is the mean KL divergence in nats per token, `bound` the largest that counts as rounding:
-    FACTOR times the noise, and at least LEAST. The noise is the divergence of quantkit's decode from itself
-    in the engine's dtype (`arithmetic`) or, if larger, of the engine from quantkit's decode of the original
-    model, the second of the checkpoints (`original`). Raises Declined if the engine does not load one.
+    FACTOR or ROUNDED times the noise, and at least LEAST. The noise is the divergence of quantkit's decode
+    from itself in the engine's dtype (`arithmetic`) or, if larger, of the engine from quantkit's decode of
+    the original model, the second of the checkpoints (`original`). Raises Declined if the engine does not
+    load one.
     """
     (facts, arithmetic, tokens), *others = (_difference(engine, each, listen) for each in checkpoints)
     difference, original = facts["difference"]["mean"], others[0][0]["difference"]["mean"] if others else None
-    bound = max(LEAST, FACTOR * max(arithmetic, original or 0.0))
+    layout = checkpoints[0].layout
+    factor = ROUNDED if layout and layout.rounds_inputs else FACTOR
+    bound = max(LEAST, factor * max(arithmetic, original or 0.0))
     noise = {"tokens": tokens, "arithmetic": arithmetic, "original": original}
     made = facts | noise | {"difference": difference, "bound": bound, "agrees": difference <= bound}
     return {key: None if value != value else value for key, value in made.items()}  # JSON has no NaN
