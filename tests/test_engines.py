@@ -21,7 +21,7 @@ from nights import nightly
 from torch.nn.functional import cross_entropy
 
 from quantkit.errors import QuantkitError
-from quantkit.evaluation import served, windows
+from quantkit.evaluation import evaluate, served, windows
 from quantkit.evaluation.comparison import record as records
 from quantkit.evaluation.comparison.gates import Gate, judge, refuse_failed
 from quantkit.evaluation.comparison.table import markdown
@@ -267,3 +267,19 @@ def test_where_inputs_are_rounded_the_bound_is_narrower(monkeypatch, rounds_inpu
     monkeypatch.setattr(served, "_difference", lambda *_: (facts, 0.00075, 255))
     checkpoint = SimpleNamespace(layout=SimpleNamespace(rounds_inputs=rounds_inputs))
     assert served.check(None, [checkpoint], None)["agrees"] is agrees
+
+
+@pytest.mark.parametrize(("method", "noisy"), [("fp8", True), ("nf4", False)])
+def test_rounded_inputs_have_noise_in_float32_too(short_demo, tmp_path, monkeypatch, method, noisy):
+    """A sum in another order rounds some inputs otherwise."""
+
+    def in_engine(engine, decoded, text, base, chosen, listen):
+        scores = evaluate._score(decoded.logits, text, 64, None, chosen)
+        return scores, {"name": engine.name, "dtype": "float32", "difference": {"mean": 0.0}}
+
+    monkeypatch.setattr(evaluate, "in_engine", in_engine)
+    jobs.quantize(method, short_demo, tmp_path / "out")
+    checkpoint = open_checkpoint(str(tmp_path / "out"))
+    made = served.check(SimpleNamespace(name="vllm"), [checkpoint], lambda *_: None)
+    assert (made["arithmetic"] > 1e-5) is noisy
+    assert made["bound"] == pytest.approx(max(1e-4, 3 * made["arithmetic"]))

@@ -58,8 +58,7 @@ def check(engine: Engine, checkpoints: Sequence[Checkpoint], listen: Listener) -
     """
     (facts, arithmetic, tokens), *others = (_difference(engine, each, listen) for each in checkpoints)
     difference, original = facts["difference"]["mean"], others[0][0]["difference"]["mean"] if others else None
-    layout = checkpoints[0].layout
-    factor = ROUNDED if layout and layout.rounds_inputs else FACTOR
+    factor = ROUNDED if _rounds_inputs(checkpoints[0]) else FACTOR
     bound = max(LEAST, factor * max(arithmetic, original or 0.0))
     noise = {"tokens": tokens, "arithmetic": arithmetic, "original": original}
     made = facts | noise | {"difference": difference, "bound": bound, "agrees": difference <= bound}
@@ -83,9 +82,13 @@ def refuse(record: dict, base: str | None = None) -> None:
         raise QuantkitError(f"{what}rounding explains {number(made['bound'])}", hint, VERIFICATION, record)
 
 
+def _rounds_inputs(checkpoint: Checkpoint) -> bool:
+    return checkpoint.layout is not None and checkpoint.layout.rounds_inputs
+
+
 def _difference(engine: Engine, checkpoint: Checkpoint, listen: Listener) -> tuple[dict, float, int]:
     """Return an engine's difference from quantkit's decode, the divergence of that decode from itself in the
-    engine's dtype, and the number of tokens."""
+    engine's dtype (in float16 if it is float32 and inputs are rounded), and the number of tokens."""
     tokens, chosen = FEWER.get(engine.name, TOKENS), frozenset({"kld"})
     ctx = min(tokens, checkpoint.context or tokens)
     text = windows.load(checkpoint, None, ctx, limit=ctx)
@@ -93,5 +96,7 @@ def _difference(engine: Engine, checkpoint: Checkpoint, listen: Listener) -> tup
     decoded = evaluate.run(model, text, listen)
     scores, facts = evaluate.in_engine(engine, decoded, text, None, chosen, listen)
     dtype = DTYPES.get(facts["dtype"], torch.bfloat16)
+    if dtype == torch.float32 and _rounds_inputs(checkpoint):
+        dtype = torch.float16  # a sum in another order rounds some inputs otherwise, and then many
     floor = evaluate.measure_floor(decoded, scores, text, chosen, listen, dtype)
     return facts, floor["metrics"]["kld"]["mean"], text.protocol.tokens
