@@ -212,9 +212,11 @@ def test_a_missing_package_is_named_with_the_command(demo_model, refuse, tmp_pat
     assert hint == f"{sys.executable} -m pip install {install}; or name a python that has it with --python"
 
 
-@pytest.mark.parametrize("reason", ["ValueError: no kernel for int4", "what(): not implemented"])
+@pytest.mark.parametrize(
+    "reason", ["ValueError: no kernel for int4", "what(): not implemented", "Value error, too long"]
+)
 def test_what_an_engine_says_when_it_declines_is_the_error(demo_model, refuse, program, reason):
-    """The second is an abort in C++, after a warning that shows another error."""
+    """The second is an abort in C++, after a warning that shows another error; the third is pydantic's."""
     lines = f"echo 'KeyError: only a warning' >&2\necho '{reason}' >&2\necho 'frame #1: torch' >&2"
     python = program(f'#!/bin/sh\ntest "$1" = -c && exit\n{lines}\nexit 1\n')
     error, hint = refuse(4, "verify", demo_model, "--engine", "vllm", "--python", python)
