@@ -264,7 +264,7 @@ def test_flags_are_checked(demo_model, refuse, tmp_path):
 
 @pytest.mark.parametrize(("rounds_inputs", "agrees"), [(True, False), (False, True)])
 def test_where_inputs_are_rounded_the_bound_is_narrower(monkeypatch, rounds_inputs, agrees):
-    """vLLM's 8 bit products that overflow differ by 8.8 times the noise; honest kernels by 0.9 to 1.1."""
+    """vLLM's 8 bit products that overflow differ by 8.8 times the noise; honest kernels by 0.8 to 1.2."""
     facts = {"name": "vllm", "difference": {"mean": 0.0066}}
     monkeypatch.setattr(served, "_difference", lambda *_: (facts, 0.00075, 255))
     checkpoint = SimpleNamespace(layout=SimpleNamespace(rounds_inputs=rounds_inputs))
