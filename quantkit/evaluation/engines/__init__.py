@@ -28,9 +28,8 @@ PACKAGES = {  # engine -> package, and what to install
     "llama.cpp": ("xllamacpp", "xllamacpp"),
     "mlx": ("mlx_lm", "mlx-lm"),
 }
-ERROR = re.compile(  # the end of a traceback, pydantic's line after it, or an abort
-    r"(^|\s)([\w.]*(Error|Exception)|what\(\)): |^Value error, "
-)
+# the end of a traceback, pydantic's line after it, or an abort
+ERROR = re.compile(r"(^|\s)([\w.]*(Error|Exception)|what\(\)): |^Value error, ")
 
 
 Logits = Callable[[int, tuple[int, slice]], Tensor]  # of (batch, (row, positions)): `[tokens, vocabulary]`

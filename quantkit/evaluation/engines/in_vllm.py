@@ -12,9 +12,7 @@ from typing import Any
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault(
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1"
-)  # a window may fill the context
+os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # a window may fill the context
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
