@@ -113,7 +113,7 @@ def compared(cell: Cell, root: Path, python: Path | str) -> list[str]:
 
 
 def agrees(folder: Path, source: Path, log: Path, *flags: str) -> bool:
-    """Return whether `quantkit verify --engine` finds that vLLM computes what the checkpoint holds."""
+    """Return whether `verify --engine` finds that vLLM computes what the checkpoint holds."""
     command = ["verify", str(folder), "--base", str(source), "--engine", "vllm", "-q", *flags]
     try:
         quantkit_logged(command, log.with_suffix(".verify.log"))
@@ -131,7 +131,7 @@ def vllm(name: str, args: argparse.Namespace, root: Path) -> str:
             print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     return (
         f"{table(HEADER, rows)}\nKL divergences in nats per token, over 1,016 tokens of heldout.txt. OK: "
-        "`quantkit verify --engine` finds no fault.\n"
+        "`verify --engine` finds no fault.\n"
     )
 
 
