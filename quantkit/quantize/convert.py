@@ -96,9 +96,12 @@ def convert(source: str, to: str, output: Path | None, overwrite: bool, progress
                 written = _file_of(to, material, progress) if staging.one_file else Output()
                 stored_manifest = untrusted.parse((checkpoint.manifest() or "{}").encode())
                 manifest = {"schema": "quantkit.manifest/1"} | stored_manifest | {"converted": {"to": to}}
+                draft = Draft(written, material, manifest)
                 with staging.assemble() as path:
-                    written.write([Draft(written, material, manifest)], None, progress)
+                    written.write([draft], None, progress)
                 _compare(material, written, open_checkpoint(str(path)), progress)
+                if not staging.one_file:
+                    written.sign(draft)
                 _describe(material, to, path)
                 staging.publish()
         except QuantkitError as error:

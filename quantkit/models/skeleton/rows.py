@@ -40,14 +40,28 @@ def stay_away(module: nn.Embedding | nn.Linear, rows: Rows) -> None:
 
 @dataclass(frozen=True)
 class OnHost:
-    """Rows of `weight`, which are copied from host memory to a device."""
+    """Rows of `weight`, which are copied from pinned host memory to a device."""
 
     weight: Tensor
     device: torch.device
 
     def __call__(self, rows: slice | Tensor) -> Tensor:
         """Return these rows, or those of these numbers."""
-        return self.weight[rows.cpu() if isinstance(rows, Tensor) else rows].to(self.device)
+        part = self.weight[rows.cpu() if isinstance(rows, Tensor) else rows]
+        return part.to(self.device, non_blocking=part.is_pinned())
+
+
+def on_host(like: Tensor, rows: Rows, device: torch.device) -> OnHost:
+    """Fetch all rows of a matrix with the shape and dtype of `like` into host memory, pinned for CUDA: a
+    copy of a large head takes a tenth of the time."""
+    whole = torch.empty(like.shape, dtype=like.dtype, pin_memory=device.type == "cuda")
+    return OnHost(_filled(whole, rows), device)
+
+
+def _filled(whole: Tensor, rows: Rows) -> Tensor:
+    for part in slices(whole):
+        whole[part] = rows(part)
+    return whole
 
 
 def install(model: nn.Module, names: Collection[str], rows: Rows, device: torch.device) -> None:
@@ -57,12 +71,11 @@ def install(model: nn.Module, names: Collection[str], rows: Rows, device: torch.
     values = getattr(*owners[0]).to("meta")
     for owner, leaf in owners:  # free the old tensor before the new one is allocated
         setattr(owner, leaf, None)
-    away, accelerated = all(can_stay_away(owner) for owner, _ in owners), is_accelerator(device)
-    if accelerated or not away:
-        whole = torch.empty_like(values, device="cpu" if away else device)
-        for part in slices(whole):
-            whole[part] = rows(part)
-        values, rows = (values, OnHost(whole, device)) if away else (whole, rows)
+    away = all(can_stay_away(owner) for owner, _ in owners)
+    if away and is_accelerator(device):
+        rows = on_host(values, rows, device)
+    elif not away:
+        values = _filled(torch.empty_like(values, device=device), rows)
     if away:
         for owner, _ in owners:
             stay_away(owner, rows)

@@ -170,7 +170,7 @@ class DriftSums:
         factor = factor.float() if factor.dtype == torch.float16 else factor  # needs more exponents
         if self.weighted:
             scale = counterpart.scale.reshape(-1, 1).float().clamp(min=TINY)
-            missing, factor = missing / scale, (factor / scale).to(factor.dtype)
+            missing, factor = missing / scale, torch.div(factor, scale, out=torch.empty_like(factor))
         self.hessian.add(factor)
         half = len(exact) // 2
         for sums, span in zip(self.halves, (slice(0, half), slice(half, None)), strict=True):

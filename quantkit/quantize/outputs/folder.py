@@ -16,11 +16,11 @@ from quantkit.inspection import clients
 from quantkit.inspection.names import split
 from quantkit.inspection.record import describe
 from quantkit.layouts import Layout, LinearSpec
-from quantkit.models.files import card, checksums, gguf_shards, safetensors_folder
+from quantkit.models.files import card, gguf_shards, safetensors_folder
 from quantkit.models.files.checkpoint import MANIFEST, Checkpoint
 from quantkit.models.files.headers import open_contents
 from quantkit.models.files.reading import Computed, stacked
-from quantkit.models.files.safetensors_folder import TensorInfo, read_json
+from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.machine.device import machine_of
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.outputs import Draft, Material, MeasureHead, Planned, Sizes, Summary, outside
@@ -103,8 +103,8 @@ class Output:
             outside.install_embedding(row, material, solver, measure_head, progress)
 
     def write(self, drafts: Sequence[Draft], imatrix: Imatrix | None, progress: Progress) -> None:
-        """Write the output with its manifest, except for what `describe` adds. Folders are written one at a
-        time, several GGUF files in one pass over the source."""
+        """Write the output, except for what `sign` and `describe` add. Folders are written one at a time,
+        several GGUF files in one pass over the source."""
         (draft,) = drafts
         material, path = draft.material, draft.material.staging.assembled
         path.mkdir()
@@ -118,15 +118,20 @@ class Output:
         write_json(path / "config.json", config)
         for name, content in material.files.items():
             write_json(path / name, content)
-        copied = self.copied(material)
-        written = {"files": checksums.of_folder(path)}
-        write_json(path / MANIFEST, draft.manifest | written | ({"copied": copied} if copied else {}))
+        write_json(path / MANIFEST, draft.manifest)
+        material.staging.sum_up()
+
+    def sign(self, draft: Draft, **more: Any) -> None:
+        """Write the manifest with checksums and `more`. Checksums are computed while the output is read back."""
+        staging, copied = draft.material.staging, self.copied(draft.material)
+        written = {"files": staging.sums.result()} | ({"copied": copied} if copied else {})
+        write_json(staging.assembled / MANIFEST, draft.manifest | written | more)
 
     def describe(self, draft: Draft, summary: Summary) -> None:
-        """Add the loss, timings (they vary between equal jobs) and the card. Called after verification."""
+        """Add the manifest, timings (they vary between equal jobs) and the card. Called after
+        verification."""
         path = draft.material.staging.assembled
-        manifest = read_json(path / MANIFEST) | {"loss": summary.loss and asdict(summary.loss)}
-        write_json(path / MANIFEST, manifest)
+        self.sign(draft, loss=summary.loss and asdict(summary.loss))
         record = {"seconds": summary.seconds, "steps_down": summary.steps_down}
         record["machine"] = machine_of(draft.material.skeleton.device)
         (path / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,7 +33,8 @@ from quantkit.errors import (
     name_all,
     require,
 )
-from quantkit.models.files import gguf_shards, safetensors_folder, untrusted
+from quantkit.models.files import checksums, gguf_shards, safetensors_folder, untrusted
+from quantkit.models.files.checkpoint import MANIFEST
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.blocks import StagedBlocks, replacing, save, sync
@@ -59,7 +61,8 @@ class Staging(StagedBlocks):
         self._replaces = False
         self._signed: dict = {}
         self._writer = ThreadPoolExecutor(1, "staging")  # waits for the disk while the next block is made
-        self._writing: Future[None] | None = None
+        self._writing: deque[Future[None]] = deque()  # at most two: a block's last part and its rest
+        self.sums: Future[dict[str, str]] | None = None
         self._made: tuple[int, int] | None = None  # identity of the output that is renamed into place
 
     def stored_fingerprint(self) -> dict | None:
@@ -174,21 +177,25 @@ class Staging(StagedBlocks):
         """Start to stage some of a block's tensors, after the previous write ends. Returns their path."""
         self.wait()
         path = self._own.part_path(index, number)
-        self._writing = self._writer.submit(self._own.save_part, path, tensors)
+        self._start(self._own.save_part, path, tensors)
         return path
 
     def write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
         """Start to stage a block's remaining tensors and record. `wait` raises errors."""
         if self.follows:
-            self._writing = self._writer.submit(self._own.forget, index)
+            self._start(self._own.forget, index)
         else:
-            self._writing = self._writer.submit(self.save, index, tensors, record)
+            self._start(self.save, index, tensors, record)
 
-    def wait(self) -> None:
-        """Wait until the last write has ended; raise its error, if any."""
-        if self._writing:
-            writing, self._writing = self._writing, None
-            writing.result()
+    def _start(self, write: Callable[..., None], *arguments: Any) -> None:
+        """Queue a write once all but the last have ended."""
+        self.wait(but=1)
+        self._writing.append(self._writer.submit(write, *arguments))
+
+    def wait(self, but: int = 0) -> None:
+        """Wait until all writes but the last `but` have ended; raise the first error, if any."""
+        while len(self._writing) > but:
+            self._writing.popleft().result()
 
     def write_rest(self, tensors: dict[str, Tensor]) -> None:
         """Stage tensors outside the blocks."""
@@ -227,7 +234,11 @@ class Staging(StagedBlocks):
         for path in gguf_shards.existing(self.assembled):
             _remove(path)
         yield self.assembled
-        self._writing = self._writer.submit(_sync_all, self.assembled)
+        self._start(_sync_all, self.assembled)
+
+    def sum_up(self) -> None:
+        """Start to compute `sums`, the sha256 of the assembled folder's files except the manifest."""
+        self.sums = self._writer.submit(checksums.of_folder, self.assembled, {MANIFEST})
 
     def publish(self) -> None:
         """Rename the synced output to its final path, and remove the staging folder.

@@ -62,5 +62,4 @@ class BlockParts:
 
     def finish(self, record: list[dict]) -> None:
         """Stage the remaining tensors and the record of the block's linears."""
-        self._staging.wait()
         self._staging.write_block(self._index, self._waiting, record)
