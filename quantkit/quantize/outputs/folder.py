@@ -122,7 +122,8 @@ class Output:
         material.staging.sum_up()
 
     def sign(self, draft: Draft, **more: Any) -> None:
-        """Write the manifest with checksums and `more`. Checksums are computed while the output is read back."""
+        """Write the manifest with `more` and with checksums, which are computed while the output is read
+        back."""
         staging, copied = draft.material.staging, self.copied(draft.material)
         written = {"files": staging.sums.result()} | ({"copied": copied} if copied else {})
         write_json(staging.assembled / MANIFEST, draft.manifest | written | more)
