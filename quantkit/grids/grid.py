@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -239,7 +240,7 @@ def map_rows(work: Callable[..., Tensor], dtype: torch.dtype, first: Tensor, *pa
 
 def is_finite(tensor: Tensor) -> bool:
     """Return whether all values are finite. NaN is the minimum of all values with it."""
-    return not tensor.numel() or all(map(torch.isfinite, tensor.aminmax()))
+    return not tensor.numel() or all(map(math.isfinite, torch.stack(tensor.aminmax()).tolist()))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-WORD = 32  # bits
+WORD, BYTE = 32, 8  # bits
 
 
 def words(count: int, bits: int) -> int:
@@ -45,6 +45,13 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack codes `[n, m]` into int32 `[n * bits / 32, m]`, a little-endian bit stream down dimension 0."""
     import torch
 
+    if BYTE % bits == 0:  # few operations, on bytes
+        codes = codes.to(torch.uint8).contiguous()
+        while bits < BYTE:
+            pairs = codes.view(-1, 2, codes.shape[1])
+            codes, bits = pairs[:, 0] | pairs[:, 1] << bits, 2 * bits
+        of_words = codes.view(-1, WORD // BYTE, codes.shape[1]).transpose(1, 2)
+        return of_words.reshape(-1).view(torch.int32).view(-1, codes.shape[1])
     period = _placement(bits)
     grouped = codes.reshape(-1, len(period), codes.shape[1])
     words = torch.zeros(
@@ -63,6 +70,12 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     import torch
     from torch.nn.functional import pad
 
+    if BYTE % bits == 0:
+        codes = words.contiguous()[..., None].view(torch.uint8).transpose(1, 2).reshape(-1, words.shape[1])
+        for width in (4, 2, 1):
+            if width >= bits:
+                codes = torch.stack([codes & (1 << width) - 1, codes >> width], 1).view(-1, words.shape[1])
+        return codes[:count]
     period = _placement(bits)
     per_period = len(period) * bits // WORD
     words = pad(words, (0, 0, 0, -len(words) % per_period))
@@ -121,7 +134,9 @@ def column_groups(
     group = trivial if stored is None else stored.long()
     if group.shape != trivial.shape:
         raise damaged(tensors, f"{part} is {list(group.shape)} instead of {list(trivial.shape)}")
+    if spec.in_features % size == 0 and (stored is None or torch.equal(group, trivial)):
+        return None
     least, most = int(group.min()), int(group.max())
     if least < 0 or most >= groups:
         raise damaged(tensors, f"{part} names groups {least} to {most}, there are {groups}")
-    return None if spec.in_features % size == 0 and torch.equal(group, trivial) else group
+    return group

@@ -59,7 +59,7 @@ class Solver(ABC):
 
 
 MEASURED_ROWS = 1024  # largest sample of a linear's rows on which its errors are measured
-WIDTH = 128  # columns of a loss computed at a time
+WIDTH, LAUNCHED = 128, 2048  # columns of a loss computed at a time: on a CPU, where launches count
 
 
 def measured(rows: int) -> slice:
@@ -71,8 +71,9 @@ def row_losses(delta: Tensor, hessian: Tensor) -> Tensor:
     """Return `dw H dwᵀ` of every row of `delta [(sites,) out, in]`, float32; reads one triangle of H."""
     total = delta.new_zeros(delta.shape[:-1])
     add = Tensor.addmm_ if delta.ndim == 2 else Tensor.baddbmm_
-    for start in range(0, delta.shape[-1], WIDTH):
-        block = slice(start, start + WIDTH)
+    width = WIDTH if delta.is_cpu else LAUNCHED
+    for start in range(0, delta.shape[-1], width):
+        block = slice(start, start + width)
         product = delta[..., block] @ hessian[..., block, block]
         if start:
             add(product, delta[..., :start], hessian[..., :start, block], alpha=2)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 DAMP_RETRIES = 5
-WIDTH = 128  # rows of a Hessian that are put in order at a time
+WIDTH, PARTS = 128, 16  # a Hessian is put in order so many rows at a time, in at most so many parts
 
 
 class Indefinite(ArithmeticError):
@@ -44,8 +44,9 @@ def damped(hessian: Tensor, order: Tensor, damping: Tensor) -> Tensor:
     else:  # along memory: on a CPU in a fifth of the time
         copy = torch.empty(hessian.shape, dtype=hessian.dtype, device=hessian.device)
         stored, moved = (hessian, copy) if hessian.is_contiguous() else (hessian.mT, copy.mT)
-        for start in range(0, len(order), WIDTH):
-            rows = slice(start, start + WIDTH)
+        width = max(WIDTH, len(order) // PARTS)
+        for start in range(0, len(order), width):
+            rows = slice(start, start + width)
             moved[rows] = stored.index_select(0, order[rows]).index_select(1, order)
     copy.diagonal(dim1=-2, dim2=-1).add_(damping)
     return copy
