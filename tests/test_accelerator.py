@@ -8,7 +8,7 @@ import families
 import numpy as np
 import pytest
 import torch
-from accelerator import DEVICE, NAME, REAL, far_apart, present
+from accelerator import DEVICE, NAME, REAL, exact_products, far_apart, present
 from nights import by_day, nightly
 from sums import assert_sums
 
@@ -411,7 +411,8 @@ def test_gradients_flow_back_there(both, tiny_model, monkeypatch):
     """Of a dense block and a mixture's; a backward pass adds up in another order there."""
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
     model = tiny_model("mixtral", tokenizer=True, num_hidden_layers=1, **MIXTURE)
-    folders = both("gptq", model, *SMALL, *CALIBRATED, "--solver", "yaqa", *PLAIN)
+    with exact_products():
+        folders = both("gptq", model, *SMALL, *CALIBRATED, "--solver", "yaqa", *PLAIN)
     on_cpu, on_far = (json.loads((folder / "quantkit.json").read_text()) for folder in folders)
     errors = [{row["name"]: row.get("error") for row in found["linears"]} for found in (on_cpu, on_far)]
     assert errors[1] == pytest.approx(errors[0], rel=0.02)
@@ -425,7 +426,7 @@ def test_auto_measures_what_it_measures_on_the_cpu(tiny_model, text, tmp_path, f
         typed = {"run.device": device, "run.threads": 1, "calibration.samples": 4, "calibration.seqlen": 32}
         options = AutoOptions(bpw=4.5, engine="vllm", search_tokens=32, text=text, ctx=32)
         request = AutoRequest(str(source), options, typed, tmp_path / "out")
-        with present():
+        with present(), exact_products():
             prepared = budget_job.prepare(request, Progress(), dry_run=True)
             *_, found[device] = sensitivities.measure(prepared, Progress())
     assert DEVICE.launches, "nothing ran on the device"

@@ -66,7 +66,7 @@ def solved(weight: torch.Tensor, hessian: torch.Tensor, grid, **options):
 @pytest.mark.parametrize("in_features, grid", [CASES[k] for k in (0, 3, 5, 7)])
 def test_the_sweep_is_the_papers_algorithm(in_features, grid):
     weight, hessian, expected = settled(in_features, grid, "none")
-    with kernel():
+    with kernel(), accelerator.exact_products():
         codes, values, _ = solved(weight, hessian, grid, act_order="none", refine=0)
     assert torch.equal(codes, expected.codes)
     torch.testing.assert_close(values, expected.values(), rtol=0, atol=1e-5)

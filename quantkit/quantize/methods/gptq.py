@@ -64,7 +64,7 @@ class Gptq(AffineMethod):
         "gptq-head8": ({"head": 8}, "16 bit"),
         "mlx": ({"layout": "mlx", "group_size": 64, "embedding": 8}, "16 bit"),
     }
-    work = Work(1.1, search=3.2, sample=1 / 8, h200_seconds=8.7)
+    work = Work(1.1, search=3.2, sample=1 / 8, h200_seconds=6.9)
 
     @property
     def suffix(self) -> str:

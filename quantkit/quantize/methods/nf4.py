@@ -30,7 +30,7 @@ class Nf4(Method):
 
     Options = Options
     options: Options
-    work = Work(0.14, h200_seconds=4.5)
+    work = Work(0.14, h200_seconds=3.6)
 
     @property
     def suffix(self) -> str:
