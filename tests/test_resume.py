@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 import signal
+import threading
 from pathlib import Path
 
 import families
@@ -21,6 +22,8 @@ from nights import by_day, nightly
 
 from quantkit.quantize.outputs import folder as folder_output
 from quantkit.quantize.staging import blocks as staged_blocks
+from quantkit.quantize.staging import parts
+from quantkit.quantize.staging.folder import Staging
 
 BLOCKS = 3
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": BLOCKS}
@@ -370,3 +373,32 @@ def test_only_blocks_that_took_a_while_wait_for_the_disk(workplace, quantkit, mo
     kinds = "safetensors.tmp", "json.tmp"
     wanted = [f"block-{index:05d}.{kind}" for index in range(BLOCKS) for kind in kinds]
     assert sorted(name for name in waited if "block" in name) == (sorted(wanted) if method == "gptq" else [])
+
+
+def test_a_job_goes_on_while_its_disk_writes(tmp_path, monkeypatch):
+    """A block's rest queues behind its last part, and the next block begins. A part that fails ends both."""
+    staging, may_write = Staging(tmp_path / "out"), threading.Event()
+    write = staged_blocks.save_file
+
+    def slow(tensors, *arguments, **named):
+        assert may_write.wait(60)
+        if "broken" in tensors:
+            raise OSError("no space left")
+        write(tensors, *arguments, **named)
+
+    monkeypatch.setattr(staged_blocks, "save_file", slow)
+    monkeypatch.setattr(parts, "PART_BYTES", 1)
+    with staging.opened({"source_sha256": "ab" * 32}, resume=False):
+        first = parts.BlockParts(staging, 0)
+        first.add({"part": torch.arange(8)})
+        first.finish([{"name": "a"}])
+        second = parts.BlockParts(staging, 1)  # nothing is written yet
+        assert torch.equal(first.tensor("part"), torch.arange(8)) and not staging.is_done(0)
+        may_write.set()
+        staging.wait()
+        assert staging.is_done(0) and torch.equal(staging.read(0)["part"], torch.arange(8))
+        second.add({"broken": torch.ones(1)})
+        second.finish([])
+        with pytest.raises(OSError, match="no space left"):
+            staging.wait()
+    assert not staging.is_done(1) and not staging.path(1).exists()

@@ -188,9 +188,16 @@ class Staging(StagedBlocks):
             self._start(self.save, index, tensors, record)
 
     def _start(self, write: Callable[..., None], *arguments: Any) -> None:
-        """Queue a write once all but the last have ended."""
+        """Queue a write once all but the last have ended. It is not made if the last fails."""
         self.wait(but=1)
-        self._writing.append(self._writer.submit(write, *arguments))
+        last = self._writing[-1] if self._writing else None
+
+        def after_last() -> None:
+            if last:
+                last.result()
+            write(*arguments)
+
+        self._writing.append(self._writer.submit(after_last))
 
     def wait(self, but: int = 0) -> None:
         """Wait until all writes but the last `but` have ended; raise the first error, if any."""
