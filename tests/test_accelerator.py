@@ -2,6 +2,7 @@
 
 import io
 import json
+import weakref
 from pathlib import Path
 
 import families
@@ -33,6 +34,7 @@ from quantkit.models.gguf import imatrix
 from quantkit.models.gguf.file_types import BLOCKS, NEED_IMPORTANCE, NO_FEEDBACK
 from quantkit.models.machine import expert_share
 from quantkit.models.machine.device import choose_device, widens
+from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import capture
 from quantkit.quantize.calibrate.capture import SiteSums
 from quantkit.quantize.calibrate.states import States
@@ -433,6 +435,19 @@ def test_auto_measures_what_it_measures_on_the_cpu(tiny_model, text, tmp_path, f
     for unit, row in found["cpu"].units.items():
         mean = found[NAME].units[unit]["divergence"]["mean"]
         assert mean == pytest.approx(row["divergence"]["mean"], rel=0.05, abs=1e-6), unit
+
+
+def test_a_freed_model_keeps_no_head_on_the_host(source):
+    with present():
+        skeleton = Skeleton(open_checkpoint(str(source)), torch.float32, torch.device(NAME))
+        skeleton.load_rest(away=True)
+        hidden = skeleton.embed(torch.arange(4)[None])
+        assert skeleton.logits(hidden[0]).shape == (4, skeleton.checkpoint.text_config.vocab_size)
+        _, on_host = skeleton.model.get_output_embeddings().forward.args
+        rows = weakref.ref(on_host.weight)
+        del on_host
+        skeleton.free()
+        assert rows() is None
 
 
 # ---- what a device can and cannot do

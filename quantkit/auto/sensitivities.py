@@ -133,4 +133,4 @@ def measure(auto: Auto, progress: Progress, saved: Sensitivities | None = None) 
             yield replace(saved, units={**saved.units, **rows}, seconds=seconds, usual=of_usual)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    skeleton.model.to("meta")
+    skeleton.free()

@@ -139,7 +139,7 @@ class Loop:
         """Quantize all blocks, then finish the output."""
         self.through(self._done())
         summaries = distributed.broadcast(self._finished)
-        self.skeleton.model.to("meta")  # gives its memory back
+        self.skeleton.free()  # gives its memory back
         return summaries
 
     def through(self, done: Sequence[bool]) -> None:

@@ -264,6 +264,11 @@ class Skeleton:
             keeper.keep(spec.local, layout, spec.name, again or partial(dict, packed))
         return self._loader.install(self.blocks[spec.block], spec.local, layout, packed, spec.name)
 
+    def free(self) -> None:
+        """Release the memory of the whole model; its parameters return to the meta device."""
+        self.model.to("meta")
+        rows.forget(self.model)
+
     def free_block(self, index: int) -> None:
         """Release the memory of block `index`; its parameters return to the meta device. If
         the block is the head, the model's head takes over its weight."""

@@ -38,6 +38,12 @@ def stay_away(module: nn.Embedding | nn.Linear, rows: Rows) -> None:
     module.forward = partial(_look_up if isinstance(module, nn.Embedding) else _multiply, module, rows)
 
 
+def forget(model: nn.Module) -> None:
+    """Let embedding and head fetch no rows any more: an accelerator's are in host memory."""
+    for module in filter(can_stay_away, model.modules()):
+        vars(module).pop("forward", None)
+
+
 @dataclass(frozen=True)
 class OnHost:
     """Rows of `weight`, which are copied from pinned host memory to a device."""

@@ -62,7 +62,7 @@ def finish(
         drafts[0].output.write(drafts, imatrix, progress)
     check_unchanged(jobs[0].checkpoint)  # before the disk is blamed
     reference = None if final_states is None else jobs[0].skeleton.logits(final_states[0, LAST])
-    jobs[0].skeleton.model.to("meta")  # no second embedding next to the original's or the written one
+    jobs[0].skeleton.free()  # no second embedding next to the original's or the written one
     expected = None
     if jobs[0].held_back:
         progress.phase(LOSS)
@@ -224,5 +224,5 @@ def importance_of(jobs: Sequence[Job], timings: Timings, progress: Progress) -> 
     gathered = importance.gather(
         job.skeleton, job.batches, progress, timings, Place(job.plan.execution.states, job.staging.folder)
     )
-    job.skeleton.model.to("meta")  # its memory is needed for encoding
+    job.skeleton.free()  # its memory is needed for encoding
     return importance.as_imatrix(gathered, output.linears, job.calibration)

@@ -71,7 +71,7 @@ def of_original(job: Job, listen: Callable[[int, int], None]) -> Expected:
     if baseline:
         _install_rest(job, skeleton)
         kld = _compared(logits, skeleton, rounded)[0].mean().item()
-    skeleton.model.to("meta")
+    skeleton.free()
     return Expected(job.held_back, logits, kld if kld is not None and math.isfinite(kld) else None)
 
 
