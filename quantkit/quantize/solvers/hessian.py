@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 DAMP_RETRIES = 5
-WIDTH, PARTS = 128, 16  # a Hessian is put in order so many rows at a time, in at most so many parts
+WIDTH, PARTS = 128, 16  # a Hessian is put in order WIDTH rows at a time, in PARTS parts if it is larger
 
 
 class Indefinite(ArithmeticError):
@@ -60,7 +60,7 @@ def unit_upper(A: Tensor) -> tuple[Tensor, Tensor]:
 
 def _reversed(matrices: Tensor) -> Tensor:
     """Return `[(sites,) n, n]` after reversing rows and columns in place, a few rows at a time."""
-    size, width = matrices.shape[-1], max(128, matrices.shape[-1] // 8)
+    size, width = matrices.shape[-1], max(WIDTH, matrices.shape[-1] // PARTS)
     for start in range(0, (size + 1) // 2, width):
         stop = min(start + width, (size + 1) // 2)
         first, last = matrices[..., start:stop, :], matrices[..., size - stop : size - start, :]
