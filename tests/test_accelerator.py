@@ -444,7 +444,7 @@ def test_a_freed_model_keeps_no_head_on_the_host(source):
         hidden = skeleton.embed(torch.arange(4)[None])
         assert skeleton.logits(hidden[0]).shape == (4, skeleton.checkpoint.text_config.vocab_size)
         _, on_host = skeleton.model.get_output_embeddings().forward.args
-        rows = weakref.ref(on_host.weight)
+        rows = weakref.ref(on_host.pieces[0])
         del on_host
         skeleton.free()
         assert rows() is None

@@ -137,7 +137,7 @@ class Skeleton:
             read = partial(self._loader.rows, name, module.weight)
             if is_accelerator(self.device):
                 if name not in on_host:
-                    on_host[name] = rows.on_host(module.weight, read, self.device)
+                    on_host[name] = rows.OnHost.of(module.weight, read, self.device)
                 read = on_host[name]
             elif isinstance(module, nn.Embedding):
                 for part in rows.slices(module.weight):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from quantkit.models.machine.device import is_accelerator
+from quantkit.models.machine.device import is_accelerator, pinned
 
 SLICE_BYTES = 1 << 25  # of a head's rows, in the model's dtype
 Rows = Callable[[slice], Tensor]  # returns these rows of a matrix, in the model's dtype, checked
@@ -46,28 +46,25 @@ def forget(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class OnHost:
-    """Rows of `weight`, which are copied from pinned host memory to a device."""
+    """Rows that are copied from pinned host memory to a device. pieces: all rows, cut as `slices` cuts them:
+    the allocator of pinned memory rounds large tensors up to powers of two."""
 
-    weight: Tensor
+    pieces: list[Tensor]
     device: torch.device
 
+    @staticmethod
+    def of(like: Tensor, rows: Rows, device: torch.device) -> OnHost:
+        """Fetch all rows of a matrix with the shape and dtype of `like`."""
+        return OnHost([pinned(rows(part), device) for part in slices(like)], device)
+
     def __call__(self, rows: slice | Tensor) -> Tensor:
-        """Return these rows, or those of these numbers."""
-        part = self.weight[rows.cpu() if isinstance(rows, Tensor) else rows]
-        return part.to(self.device, non_blocking=part.is_pinned())
-
-
-def on_host(like: Tensor, rows: Rows, device: torch.device) -> OnHost:
-    """Fetch all rows of a matrix with the shape and dtype of `like` into host memory, pinned for CUDA: a
-    copy of a large head takes a tenth of the time."""
-    whole = torch.empty(like.shape, dtype=like.dtype, pin_memory=device.type == "cuda")
-    return OnHost(_filled(whole, rows), device)
-
-
-def _filled(whole: Tensor, rows: Rows) -> Tensor:
-    for part in slices(whole):
-        whole[part] = rows(part)
-    return whole
+        """Return the rows of a piece, or those of these numbers, which ascend."""
+        step = len(self.pieces[0])
+        if isinstance(rows, slice):
+            return self.pieces[rows.start // step].to(self.device, non_blocking=True)
+        rows = rows.cpu()
+        within = (rows[rows // step == k] - k * step for k in range(len(self.pieces)))
+        return torch.cat([piece[few] for piece, few in zip(self.pieces, within, strict=True)]).to(self.device)
 
 
 def install(model: nn.Module, names: Collection[str], rows: Rows, device: torch.device) -> None:
@@ -79,9 +76,11 @@ def install(model: nn.Module, names: Collection[str], rows: Rows, device: torch.
         setattr(owner, leaf, None)
     away = all(can_stay_away(owner) for owner, _ in owners)
     if away and is_accelerator(device):
-        rows = on_host(values, rows, device)
+        rows = OnHost.of(values, rows, device)
     elif not away:
-        values = _filled(torch.empty_like(values, device=device), rows)
+        values = torch.empty_like(values, device=device)
+        for part in slices(values):
+            values[part] = rows(part)
     if away:
         for owner, _ in owners:
             stay_away(owner, rows)
