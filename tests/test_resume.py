@@ -376,7 +376,8 @@ def test_only_blocks_that_took_a_while_wait_for_the_disk(workplace, quantkit, mo
 
 
 def test_a_job_goes_on_while_its_disk_writes(tmp_path, monkeypatch):
-    """A block's rest queues behind its last part, and the next block begins. A part that fails ends both."""
+    """A block's rest queues behind its last part, and the next block begins. It ends after the disk wrote the
+    block before it, and not at all if a part fails."""
     staging, may_write = Staging(tmp_path / "out"), threading.Event()
     write = staged_blocks.save_file
 
@@ -395,10 +396,11 @@ def test_a_job_goes_on_while_its_disk_writes(tmp_path, monkeypatch):
         second = parts.BlockParts(staging, 1)  # nothing is written yet
         assert torch.equal(first.tensor("part"), torch.arange(8)) and not staging.is_done(0)
         may_write.set()
-        staging.wait()
-        assert staging.is_done(0) and torch.equal(staging.read(0)["part"], torch.arange(8))
-        second.add({"broken": torch.ones(1)})
         second.finish([])
+        assert staging.is_done(0) and torch.equal(staging.read(0)["part"], torch.arange(8))
+        third = parts.BlockParts(staging, 2)
+        third.add({"broken": torch.ones(1)})
+        third.finish([])
         with pytest.raises(OSError, match="no space left"):
             staging.wait()
-    assert not staging.is_done(1) and not staging.path(1).exists()
+    assert staging.is_done(1) and not staging.is_done(2) and not staging.path(2).exists()

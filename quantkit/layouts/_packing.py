@@ -46,7 +46,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     import torch
 
     if BYTE % bits == 0:  # few operations, on bytes
-        codes = codes.to(torch.uint8).contiguous()
+        codes = codes.to(torch.uint8).clone(memory_format=torch.contiguous_format)
         while bits < BYTE:
             pairs = codes.view(-1, 2, codes.shape[1])
             codes, bits = pairs[:, 0] | pairs[:, 1] << bits, 2 * bits
@@ -71,7 +71,8 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     from torch.nn.functional import pad
 
     if BYTE % bits == 0:
-        codes = words.contiguous()[..., None].view(torch.uint8).transpose(1, 2).reshape(-1, words.shape[1])
+        codes = words.to(torch.int32).contiguous()[..., None].view(torch.uint8)
+        codes = codes.transpose(1, 2).reshape(-1, words.shape[1])
         for width in (4, 2, 1):
             if width >= bits:
                 codes = torch.stack([codes & (1 << width) - 1, codes >> width], 1).view(-1, words.shape[1])

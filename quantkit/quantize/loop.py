@@ -269,11 +269,11 @@ class Loop:
 
         A transform by a sample of the tokens comes before all visits, which measure with all tokens.
         """
-        transform, block = self.method.transform, measuring.block
+        transform, block, needs = self.method.transform, measuring.block, measuring.needs
         if transform and transform.sees_all:
             by_expert = ExpertByExpert(measuring, transform, parts)
             return by_expert.transformed, by_expert.visits(self._advance)
-        visits = schedule.visits(measuring, self._advance)
+        visits = schedule.visits(replace(measuring, needs=self.method.solves_with or needs), self._advance)
         if not transform or not transform.may_help(block):
             return None, visits
         statistics = measuring.at_once(block.around, transform.sample)

@@ -258,5 +258,9 @@ class BuiltMethod:
     @property
     def needs(self) -> frozenset[Statistic]:
         """Return the statistics of calibration text that the method needs; an empty set if data-free."""
-        parts = (self.solver, self.output, self.transform, self.layout)
-        return frozenset().union(*(part.needs for part in parts if part))
+        return self.solves_with | (self.transform.needs if self.transform else frozenset())
+
+    @property
+    def solves_with(self) -> frozenset[Statistic]:
+        """Return the statistics that are needed after a transform."""
+        return self.solver.needs | self.output.needs | self.layout.needs

@@ -59,7 +59,7 @@ class Solver(ABC):
 
 
 MEASURED_ROWS = 1024  # largest sample of a linear's rows on which its errors are measured
-WIDTH, LAUNCHED = 128, 2048  # columns of a loss computed at a time: on a CPU, where launches count
+WIDTH, FEW_LAUNCHES = 128, 2048  # columns of a loss computed at a time; on an accelerator
 
 
 def measured(rows: int) -> slice:
@@ -68,10 +68,11 @@ def measured(rows: int) -> slice:
 
 
 def row_losses(delta: Tensor, hessian: Tensor) -> Tensor:
-    """Return `dw H dwᵀ` of every row of `delta [(sites,) out, in]`, float32; reads one triangle of H."""
+    """Return `dw H dwᵀ` of every row of `delta [(sites,) out, in]`, float32; reads the blocks of H on and
+    above its diagonal."""
     total = delta.new_zeros(delta.shape[:-1])
     add = Tensor.addmm_ if delta.ndim == 2 else Tensor.baddbmm_
-    width = WIDTH if delta.is_cpu else LAUNCHED
+    width = WIDTH if delta.is_cpu else FEW_LAUNCHES
     for start in range(0, delta.shape[-1], width):
         block = slice(start, start + width)
         product = delta[..., block] @ hessian[..., block, block]

@@ -37,7 +37,7 @@ def factorize(hessian: Tensor, damp: float, order: Tensor) -> tuple[Tensor, Tens
 
 def damped(hessian: Tensor, order: Tensor, damping: Tensor) -> Tensor:
     """Return a copy of H with rows and columns in `order [(sites,) in]` and a damped diagonal. Needs memory
-    for the copy and, of a single H, a few rows."""
+    for the copy and, of a single H, an eighth."""
     if order.ndim > 1:
         rows = hessian.gather(-2, order[..., None].expand_as(hessian))
         copy = rows.gather(-1, order[..., None, :].expand_as(hessian))

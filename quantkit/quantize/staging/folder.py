@@ -181,7 +181,7 @@ class Staging(StagedBlocks):
         return path
 
     def write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
-        """Start to stage a block's remaining tensors and record. `wait` raises errors."""
+        """Start to stage a block's remaining tensors and record after its last part. `wait` raises errors."""
         if self.follows:
             self._start(self._own.forget, index)
         else:
@@ -248,11 +248,12 @@ class Staging(StagedBlocks):
         self.sums = self._writer.submit(checksums.of_folder, self.assembled, {MANIFEST})
 
     def publish(self) -> None:
-        """Rename the synced output to its final path, and remove the staging folder.
+        """Sync what was added to the output, rename it to its final path, and remove the staging folder.
 
         Raises QuantkitError if another output appeared at this path.
         """
         self.wait()
+        _sync_all(self.assembled)
         existing = gguf_shards.existing(self.output)
         if existing and not self._replaces:
             hint = "move it away and run the same command with --resume: every block is kept"

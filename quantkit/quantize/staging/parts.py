@@ -61,5 +61,6 @@ class BlockParts:
         return reading.tensor(safetensors_folder.read_header(self._files[name])[name])
 
     def finish(self, record: list[dict]) -> None:
-        """Stage the remaining tensors and the record of the block's linears."""
+        """Stage the remaining tensors and the record of the linears, once all earlier blocks are staged."""
+        self._staging.wait(but=1 if self._count else 0)
         self._staging.write_block(self._index, self._waiting, record)
