@@ -42,6 +42,9 @@ def test_pack_is_a_little_endian_bit_stream(bits):
     assert words.dtype == torch.int32 and words.shape == (3 * bits, 5)
     assert torch.equal(words, write_stream(values.T.tolist(), bits))
     assert torch.equal(unpack(words, bits, 96), values)
+    alone = torch.cat([values.new_zeros(1), values[:, 2]])[1:, None]  # a column that begins at an odd byte
+    assert torch.equal(pack(alone, bits), words[:, 2:3]) and torch.equal(alone[:, 0], values[:, 2])
+    assert torch.equal(unpack(words[:, 2:3].long(), bits, 95), values[:95, 2:3])
 
 
 def write_planes(rows, widths):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # imports torch
 
 INTERPRETER_BYTES = 460 * MIB  # Python with torch for CPUs, transformers and a tokenizer; measured
 NOTHING = {"peak_memory_bytes": None, "disk_bytes": None, "seconds": None}
-MEASURED = "blocks of large models, measured on an H200"
+MEASURED = "a large model or blocks of it, measured on an H200"
 EQUALLY_FAST = {"bits", "group_size", "sym", "layout"}  # options of methods
 USUAL = (None, "suspend", "device")  # how a job runs if memory is no concern
 H200_TFLOPS = 989

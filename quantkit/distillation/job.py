@@ -116,7 +116,7 @@ class Job:
                 for checkpoint in (self.training.student.checkpoint, teacher.checkpoint):
                     check_unchanged(checkpoint)
                 self.staging.publish()
-        teacher.free()  # frees the teacher's memory
+        teacher.free()
         record = self.record() | made
         if self.evaluated:
             models = [self.request.student, self.staging.output]

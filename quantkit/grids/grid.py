@@ -239,7 +239,7 @@ def map_rows(work: Callable[..., Tensor], dtype: torch.dtype, first: Tensor, *pa
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether all values are finite. NaN is the minimum of all values with it."""
+    """Return whether all values are finite. (With a NaN among the values, torch's minimum is NaN.)"""
     return not tensor.numel() or all(map(math.isfinite, torch.stack(tensor.aminmax()).tolist()))
 
 

@@ -45,7 +45,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack codes `[n, m]` into int32 `[n * bits / 32, m]`, a little-endian bit stream down dimension 0."""
     import torch
 
-    if BYTE % bits == 0:  # few operations, on bytes
+    if BYTE % bits == 0:  # whole codes in a byte: fewer operations
         codes = codes.to(torch.uint8).clone(memory_format=torch.contiguous_format)
         while bits < BYTE:
             pairs = codes.view(-1, 2, codes.shape[1])

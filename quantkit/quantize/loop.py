@@ -139,7 +139,7 @@ class Loop:
         """Quantize all blocks, then finish the output."""
         self.through(self._done())
         summaries = distributed.broadcast(self._finished)
-        self.skeleton.free()  # gives its memory back
+        self.skeleton.free()
         return summaries
 
     def through(self, done: Sequence[bool]) -> None:
@@ -273,7 +273,8 @@ class Loop:
         if transform and transform.sees_all:
             by_expert = ExpertByExpert(measuring, transform, parts)
             return by_expert.transformed, by_expert.visits(self._advance)
-        visits = schedule.visits(replace(measuring, needs=self.method.solves_with or needs), self._advance)
+        needs = self.method.solves_with or needs  # rtn after a transform: count the tokens of experts
+        visits = schedule.visits(replace(measuring, needs=needs), self._advance)
         if not transform or not transform.may_help(block):
             return None, visits
         statistics = measuring.at_once(block.around, transform.sample)

@@ -39,15 +39,15 @@ def stay_away(module: nn.Embedding | nn.Linear, rows: Rows) -> None:
 
 
 def forget(model: nn.Module) -> None:
-    """Let embedding and head fetch no rows any more: an accelerator's are in host memory."""
+    """Release the rows of embedding and head, which an accelerator's model keeps in host memory."""
     for module in filter(can_stay_away, model.modules()):
         vars(module).pop("forward", None)
 
 
 @dataclass(frozen=True)
 class OnHost:
-    """Rows that are copied from pinned host memory to a device. pieces: all rows, cut as `slices` cuts them:
-    the allocator of pinned memory rounds large tensors up to powers of two."""
+    """Rows that are copied from pinned host memory to a device. pieces: the `slices` of the matrix. As one
+    tensor it would take more memory: CUDA's host allocator rounds up to a power of two."""
 
     pieces: list[Tensor]
     device: torch.device
@@ -58,7 +58,7 @@ class OnHost:
         return OnHost([pinned(rows(part), device) for part in slices(like)], device)
 
     def __call__(self, rows: slice | Tensor) -> Tensor:
-        """Return the rows of a piece, or those of these numbers, which ascend."""
+        """Return one of the slices, or the rows with these numbers, in ascending order."""
         step = len(self.pieces[0])
         if isinstance(rows, slice):
             return self.pieces[rows.start // step].to(self.device, non_blocking=True)

@@ -118,19 +118,16 @@ class Output:
         write_json(path / "config.json", config)
         for name, content in material.files.items():
             write_json(path / name, content)
-        write_json(path / MANIFEST, draft.manifest)
         material.staging.sum_up()
 
     def sign(self, draft: Draft, **more: Any) -> None:
-        """Write the manifest with `more` and with checksums, which are computed while the output is read
-        back."""
+        """Write the manifest, `more` and the checksums, which `write` has begun to compute."""
         staging, copied = draft.material.staging, self.copied(draft.material)
         written = {"files": staging.sums.result()} | ({"copied": copied} if copied else {})
         write_json(staging.assembled / MANIFEST, draft.manifest | written | more)
 
     def describe(self, draft: Draft, summary: Summary) -> None:
-        """Add the manifest, timings (they vary between equal jobs) and the card. Called after
-        verification."""
+        """Add manifest, timings (they vary between equal jobs) and card. Called after verification."""
         path = draft.material.staging.assembled
         self.sign(draft, loss=summary.loss and asdict(summary.loss))
         record = {"seconds": summary.seconds, "steps_down": summary.steps_down}

@@ -59,7 +59,8 @@ class Solver(ABC):
 
 
 MEASURED_ROWS = 1024  # largest sample of a linear's rows on which its errors are measured
-WIDTH, FEW_LAUNCHES = 128, 2048  # columns of a loss computed at a time; on an accelerator
+WIDTH = 128  # columns of a loss computed at a time
+ACCELERATED_WIDTH = 2048  # the same on an accelerator, where launches count
 
 
 def measured(rows: int) -> slice:
@@ -72,7 +73,7 @@ def row_losses(delta: Tensor, hessian: Tensor) -> Tensor:
     above its diagonal."""
     total = delta.new_zeros(delta.shape[:-1])
     add = Tensor.addmm_ if delta.ndim == 2 else Tensor.baddbmm_
-    width = WIDTH if delta.is_cpu else FEW_LAUNCHES
+    width = WIDTH if delta.is_cpu else ACCELERATED_WIDTH
     for start in range(0, delta.shape[-1], width):
         block = slice(start, start + width)
         product = delta[..., block] @ hessian[..., block, block]

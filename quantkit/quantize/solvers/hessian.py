@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 DAMP_RETRIES = 5
-WIDTH, PARTS = 128, 16  # a Hessian is put in order WIDTH rows at a time, in PARTS parts if it is larger
+WIDTH, PARTS = 128, 16  # a Hessian is put in order by at least WIDTH rows at a time, in at most PARTS parts
 
 
 class Indefinite(ArithmeticError):

@@ -34,7 +34,6 @@ from quantkit.errors import (
     require,
 )
 from quantkit.models.files import checksums, gguf_shards, safetensors_folder, untrusted
-from quantkit.models.files.checkpoint import MANIFEST
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.blocks import StagedBlocks, replacing, save, sync
@@ -61,8 +60,8 @@ class Staging(StagedBlocks):
         self._replaces = False
         self._signed: dict = {}
         self._writer = ThreadPoolExecutor(1, "staging")  # waits for the disk while the next block is made
-        self._writing: deque[Future[None]] = deque()  # at most two: a block's last part and its rest
-        self.sums: Future[dict[str, str]] | None = None
+        self._writing: deque[Future[None]] = deque()  # at most two, see `_start`
+        self.sums: Future[dict[str, str]] | None = None  # see `sum_up`
         self._made: tuple[int, int] | None = None  # identity of the output that is renamed into place
 
     def stored_fingerprint(self) -> dict | None:
@@ -188,7 +187,7 @@ class Staging(StagedBlocks):
             self._start(self.save, index, tensors, record)
 
     def _start(self, write: Callable[..., None], *arguments: Any) -> None:
-        """Queue a write once all but the last have ended. It is not made if the last fails."""
+        """Queue a write behind the last one, once all others have ended. It is left out if that one fails."""
         self.wait(but=1)
         last = self._writing[-1] if self._writing else None
 
@@ -244,11 +243,11 @@ class Staging(StagedBlocks):
         self._start(_sync_all, self.assembled)
 
     def sum_up(self) -> None:
-        """Start to compute `sums`, the sha256 of the assembled folder's files except the manifest."""
-        self.sums = self._writer.submit(checksums.of_folder, self.assembled, {MANIFEST})
+        """Start to compute `sums`, the sha256 of the assembled folder's files."""
+        self.sums = self._writer.submit(checksums.of_folder, self.assembled)
 
     def publish(self) -> None:
-        """Sync what was added to the output, rename it to its final path, and remove the staging folder.
+        """Sync the finished output, rename it to its final path, and remove the staging folder.
 
         Raises QuantkitError if another output appeared at this path.
         """
