@@ -131,7 +131,10 @@ def _execution(
     needs = {Statistic.HESSIAN} | drift if work.sample else frozenset()
 
     def peak(suspend: bool, states: str, at_once: int = 1) -> Peak:
-        return peak_memory(Stages(shapes, needs, work.sample, work.outside, suspend, states, on_gpu, at_once))
+        run = suspend, states, on_gpu, at_once
+        return peak_memory(
+            Stages(shapes, needs, work.sample, work.outside, *run, work.feeds_back, work.whole_rows)
+        )
 
     executions = [
         (suspend, states)

@@ -10,6 +10,8 @@ from quantkit.grids.parallel import rows_at_once
 
 ROUGH_ROUNDS, FIT_ROUNDS = 3, 3  # fits of rows and columns in turn: by sizes, by least squares
 
+TEMPORARIES = 4  # of the size of the rows that are compared at once
+
 
 def token_distances(actual: Tensor, expected: Tensor) -> Tensor:
     """Return `|actual - expected| / |expected|` of every token, float32 `[...]`, of `[..., width]`; 0
@@ -44,7 +46,7 @@ def error_up_to_scales(weight: Tensor, values: Tensor) -> float:
     r and c are fitted in turn: first to sums of sizes, which outliers do not dominate, then by least squares.
     On SmolLM2-135M this is exact to 1e-4 of the error; six rounds of least squares were off by 40 %.
     """
-    at_once = rows_at_once(weight.device, weight.shape[1])
+    at_once = rows_at_once(weight.device, weight.shape[1], TEMPORARIES)
     pairs = list(zip(weight.split(at_once), values.split(at_once), strict=True))
     columns = weight.new_ones(weight.shape[1])
     for rough in [True] * ROUGH_ROUNDS + [False] * FIT_ROUNDS:

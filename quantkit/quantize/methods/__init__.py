@@ -67,8 +67,8 @@ class Work:
     for each weight that a transform looks at, if it skips no block. products: matrix products of a transform,
     in `out · in²`.
     sample: share of the calibration tokens that a transform uses. 0: no calibration; below 1: error feedback
-    after the transform. outside: embedding and head are encoded too. h200_seconds: per billion weights of the
-    blocks (docs/gpu.md).
+    after the transform. outside: embedding and head are encoded too. whole_rows: a group of the grid is a
+    row. h200_seconds: per billion weights of the blocks (docs/gpu.md).
     """
 
     weight: float
@@ -76,6 +76,7 @@ class Work:
     products: float = 0.0
     sample: float = 0.0
     outside: bool = False
+    whole_rows: bool = False
     h200_seconds: float | None = None
 
     @property

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from quantkit.layouts import Statistic
 from quantkit.models.machine import expert_share
 from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS, original_every
-from quantkit.quantize.prepare.shapes import FLOAT32, Shapes
+from quantkit.quantize.prepare.shapes import FLOAT32, Shapes, Site
 
 MIB = 1 << 20
 COMFORT = 0.8  # share of the free memory that the faster of two ways may take
@@ -29,7 +29,8 @@ ROUNDED = 18  # bytes per weight of the linear being solved: float32 values, can
 MARGIN = 1.1  # an accelerator's allocator rounds up and leaves holes
 LOGITS = 5  # copies of the logits at a time: computed, float32, softmax, its sums, gradients
 TRACED = 2  # copies of a linear's inputs and outputs that autograd keeps, with activations and products
-REPLAYED = 2 * 128 * 24  # bytes per row of two groups that each shape's graphs keep, see solvers/replay.py
+GROUP = 128  # columns that are solved together
+GRAPHED = 1 << 23  # weights that are solved together without a graph if they are more
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class Stages:
     transform measures all sites at once; 0 without a transform; below 1, the solver measures again on all.
     outside: embedding and head are encoded before the first block. suspend: every batch waits at a site until
     the site is solved, unless a transform sees all tokens. states: where hidden states are kept: `device`,
-    `host` or `disk`. at_once: how many sites of experts one repeated forward pass measures.
+    `host` or `disk`. at_once: how many sites of experts one repeated forward pass measures. feeds_back: the
+    solver is error feedback. whole_rows: a group of the grid is a row.
     """
 
     shapes: Shapes
@@ -65,6 +67,8 @@ class Stages:
     states: str = "device"
     accelerated: bool = False
     at_once: int = 1
+    feeds_back: bool = True
+    whole_rows: bool = False
 
     def computing(self) -> dict[str, int]:
         """Return the bytes of each stage on the device that computes. A batch runs (calibrate/forwards.py)
@@ -83,10 +87,11 @@ class Stages:
             "block": self.block,
             "hidden states": self.hidden_states,
             "waiting batches": shapes.tokens * shapes.suspended * self.suspends,
-            "statistics": self.capture,
-            "batch or solver": max(shapes.batch, self.solve),
+            "head": shapes.largest // 2 * self.outside,  # encoded, while its inputs are measured
+            "graphs": self.graphs,
+            "sites": self.sites,
         }
-        return stages if self.offloads else stages | {"original": self.original, "experts": self.experts}
+        return stages if self.offloads else stages | {"experts": self.experts}
 
     def waiting(self) -> int:
         """Return the bytes that the host keeps for an accelerator: hidden states, activations of the
@@ -97,12 +102,10 @@ class Stages:
 
     @property
     def block(self) -> int:
-        """skeleton/loading.py: the loaded block. A transform that sees all tokens works on float32 weights,
-        one on a sample keeps them in addition. Embedding and head are encoded before a block is loaded."""
+        """skeleton/loading.py: the loaded block. A transform that sees all tokens works on float32 weights.
+        Embedding and head are encoded before a block is loaded."""
         shapes = self.shapes
         nbytes = shapes.block * (FLOAT32 if self.sees_all else shapes.element)
-        if self.sample and shapes.narrow and not self.sees_all:
-            nbytes += shapes.block * FLOAT32
         return max(nbytes, shapes.largest) if self.outside else nbytes
 
     @property
@@ -112,22 +115,57 @@ class Stages:
         return self.shapes.states * (self.suspends or not away) + self.shapes.moving * away
 
     @property
-    def capture(self) -> int:
-        """calibrate/capture.py: the Hessian of the widest site, or those of all sites for a transform;
-        Hessians of experts. The encoded head is kept while its inputs are measured."""
-        shapes, solved = self.shapes, Statistic.HESSIAN in self.needs
-        hessians = max(shapes.hessian * solved, shapes.hessians * (self.sample > 0))
-        experts = (self.at_once - 1) * shapes.expert_site(self.accelerated) + 2 * shapes.moments
-        return hessians + experts + shapes.largest // 2 * self.outside
+    def sites(self) -> int:
+        """calibrate/, solvers/: the sites of a transform's sample together; then one after another, measured
+        and solved. Until its site is solved, a linear that a transform changed is kept in float32 as well.
+        Until its site is measured, so are the original model's inputs. A transform that sees all tokens
+        measures all sites, scales their Hessians and solves them."""
+        shapes, kept = self.shapes, 0 if self.offloads else self.original
+        several = (self.at_once - 1) * shapes.expert_site(self.accelerated) + 2 * shapes.moments
+        if self.sees_all:
+            solved = max(self.solve(site) for site in shapes.sites)
+            return shapes.hessians + several + kept + max(shapes.batch, solved, shapes.hessians)
+        exact = shapes.block * FLOAT32 * (self.sample > 0 and shapes.narrow)
+        peaks = [shapes.hessians + kept + max(shapes.batch, exact + self.rounding)] if self.sample else []
+        for site in shapes.sites:
+            others, routed = several * site.routed, site.routed
+            peaks.append(self.measured(site) + others + shapes.batch + kept + exact)
+            kept -= 0 if routed or not kept else site.width * self.sampled
+            exact = max(0, exact - FLOAT32 * site.weights)
+            peaks.append(self.solve(site) + others + kept + exact)
+        return max(peaks)
 
     @property
-    def original(self) -> int:
-        """calibrate/original.py: inputs and outputs of the original's sites, for a sample of the batches."""
+    def graphs(self) -> int:
+        """solvers/replay.py: what an accelerator keeps until the end, for each shape of two groups: weights,
+        errors and codes, the columns of a run (columns.py), and two parts of the Hessian."""
+        kept, shapes = 0, {site.weights: site for site in self.shapes.sites}
+        if self.accelerated and self.feeds_back and Statistic.HESSIAN in self.needs:
+            for site in shapes.values():
+                columns = site.width if self.whole_rows else min(site.width, 2 * GROUP)
+                if columns * sum(site.outs) <= GRAPHED:
+                    kept += (24 * columns + 8 * GROUP) * sum(site.outs) + 8 * columns**2
+        return kept
+
+    def measured(self, site: Site) -> int:
+        """calibrate/capture.py: Hessian and drift of a site. Experts have no counterpart in the original."""
+        drift = site.drift * (Statistic.DRIFT in self.needs and not site.routed)
+        return site.hessian * (Statistic.HESSIAN in self.needs) + drift
+
+    @property
+    def sampled(self) -> int:
+        """Bytes of one value of each token on which the original model runs: a sample of the batches."""
         shapes = self.shapes
         batches = -(-shapes.tokens // shapes.batch_tokens)
         sampled = -(-batches // original_every(shapes.tokens, shapes.widest)) * shapes.batch_tokens
-        values = (4 * shapes.hidden + sum(shapes.widths)) * sampled
-        return values * shapes.element * (Statistic.DRIFT in self.needs)
+        return sampled * shapes.element
+
+    @property
+    def original(self) -> int:
+        """calibrate/original.py: inputs of the original's sites, its hidden states, and the outputs of what
+        writes to them."""
+        widths = sum(site.width for site in self.shapes.sites if not site.routed)
+        return (4 * self.shapes.hidden + widths) * self.sampled * (Statistic.DRIFT in self.needs)
 
     @property
     def experts(self) -> int:
@@ -135,18 +173,15 @@ class Stages:
         layers = {expert_share.expert_of(name).rpartition(".")[0] for name in self.shapes.experts}
         return self.shapes.states * len(layers) if self.sample and self.shapes.streamed else 0
 
-    @property
-    def solve(self) -> int:
-        """solvers/: the largest linear while it is solved; CUDA graphs (replay.py); curvatures. A transform
-        that sees all tokens first scales the Hessians of all sites."""
-        solving, shapes, needs = self.rounding, self.shapes, self.needs
-        if Statistic.HESSIAN in needs and (self.accelerated or Statistic.DRIFT in needs or not self.sees_all):
-            solving = max(solving, self.error_feedback, self.retarget * (Statistic.DRIFT in needs))
-        if Statistic.HESSIAN in needs and self.accelerated:
-            solving += REPLAYED * sum(out for name, out, _ in shapes.linears if name not in shapes.experts)
-        if Statistic.CURVATURE in needs:
-            solving += self.curvatures
-        return max(solving, shapes.hessians) if self.sees_all else solving
+    def solve(self, site: Site) -> int:
+        """solvers/: a site while it is solved, with its Hessian; curvatures."""
+        solving, needs = self.rounding, self.needs
+        if Statistic.HESSIAN in needs:
+            solving += site.hessian
+            if self.feeds_back:
+                retarget = self.retarget(site) if Statistic.DRIFT in needs and not site.routed else 0
+                solving = max(solving, self.error_feedback(site), retarget)
+        return solving + (self.curvatures if Statistic.CURVATURE in needs else 0)
 
     @property
     def rounding(self) -> int:
@@ -156,19 +191,19 @@ class Stages:
         searched = FLOAT32 * (min(SEARCH * largest, SEARCH_VALUES) + 3 * largest) * self.accelerated
         return max(ROUNDED * largest, searched)
 
-    @property
-    def error_feedback(self) -> int:
-        """solvers/gptq.py: the factor of H or a permuted copy, for yaqa both; errors and codes of two
-        linears, in float32."""
-        factors = self.shapes.hessian * (1 + (Statistic.CURVATURE in self.needs))
-        return factors + (9 + 2 * self.shapes.narrow) * FLOAT32 * self.shapes.largest_linear
+    def error_feedback(self, site: Site) -> int:
+        """solvers/gptq.py: H and its factor or a permuted copy, for yaqa both, a quarter more while a factor
+        is turned; weights, errors and codes in float32. Refinement has copies of a group."""
+        hessians = site.hessian * (9 + 4 * (Statistic.CURVATURE in self.needs)) // 4
+        each = 42 if self.whole_rows else 18 + 4 * self.shapes.narrow
+        return hessians + each * site.weights
 
-    @property
-    def retarget(self) -> int:
-        """solvers/gptq.py: peak while --target original computes weights: H of weighted tokens, its factor,
-        workspace, drift."""
-        shapes, largest = self.shapes, self.shapes.largest_linear
-        return shapes.hessian * 13 // 4 + FLOAT32 * (2 * max(largest, shapes.hidden**2) + largest)
+    def retarget(self, site: Site) -> int:
+        """calibrate/statistics.py: `--target original` computes weights: H, that of the compared tokens, its
+        factor, a quarter more while it is turned; the halves; or the factor and moves of one linear."""
+        halves, largest = site.drift - site.hessian, FLOAT32 * max(site.outs) * site.width
+        moves = 2 * site.hessian + 3 * largest + FLOAT32 * site.weights
+        return halves + max(site.hessian * 13 // 4, moves)
 
     @property
     def curvatures(self) -> int:

@@ -26,6 +26,7 @@ from quantkit.quantize.prepare.memory import (
     ACCELERATED_BATCH_TOKENS,
     BATCH_TOKENS,
     COMFORT,
+    GROUP,
     Peak,
     Stages,
     forward_memory,
@@ -111,6 +112,10 @@ def job_memory(
             states=execution.states,
             accelerated=accelerated,
             at_once=execution.at_once,
+            feeds_back=method.solver.feeds_back,
+            whole_rows=any(
+                spec.grid and spec.grid.group_size >= spec.in_features > 2 * GROUP for spec in specs
+            ),
         )
     )
 

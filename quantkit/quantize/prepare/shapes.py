@@ -7,12 +7,35 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from quantkit.models.machine import expert_share
 
 FLOAT32 = 4
 Linear = tuple[str, int, int]  # (name in the block, out_features, in_features)
+
+
+class Site(NamedTuple):
+    """Linears that read the same input, of `width`. outs: their out_features. routed: an expert's."""
+
+    width: int
+    outs: list[int]
+    routed: bool
+
+    @property
+    def weights(self) -> int:
+        return sum(self.outs) * self.width
+
+    @property
+    def hessian(self) -> int:
+        """Bytes of its Hessian."""
+        return FLOAT32 * self.width**2
+
+    @property
+    def drift(self) -> int:
+        """Bytes of its `Drift`: the Hessian of the tokens that are compared, and two halves."""
+        rows = min(self.outs[0], self.width) if len(self.outs) == 1 else self.width
+        return self.hessian + 2 * FLOAT32 * rows * self.width
 
 
 @dataclass(frozen=True)
@@ -64,14 +87,9 @@ class Shapes:
         return self.element < FLOAT32
 
     @property
-    def hessian(self) -> int:
-        """Bytes of the widest site's Hessian."""
-        return FLOAT32 * self.widest**2
-
-    @property
     def hessians(self) -> int:
         """Bytes of the Hessians of all sites."""
-        return FLOAT32 * sum(width**2 for width in self.widths)
+        return sum(site.hessian for site in self.sites)
 
     @cached_property
     def widest(self) -> int:
@@ -82,12 +100,18 @@ class Shapes:
         return max(out_features * in_features for _, out_features, in_features in self.linears)
 
     @cached_property
-    def widths(self) -> list[int]:
-        """Input width of each site: equally wide linears of one module count as one site, and so do all
-        streamed experts of a layer."""
-        modules = ((name.rpartition(".")[0], width) for name, _, width in self.linears)
-        sites = {(re.sub(r"\.\d+", "", name) if self.streamed else name, width) for name, width in modules}
-        return [width for _, width in sites]
+    def sites(self) -> list[Site]:
+        """The sites in the usual order, the widest last. Equally wide linears of one module count as one
+        site, and all streamed experts of a layer as one expert."""
+        sites: dict[tuple[str, int], Site] = {}
+        first: dict[str, str] = {}
+        for name, out_features, width in self.linears:
+            module = name.rpartition(".")[0]
+            layer = re.sub(r"\.\d+", "", module) if self.streamed else module
+            if module == first.setdefault(layer, module):
+                site = sites.setdefault((layer, width), Site(width, [], name in self.experts))
+                site.outs.append(out_features)
+        return sorted(sites.values(), key=lambda site: (site.width, sum(site.outs)))
 
     @property
     def moments(self) -> int:
@@ -99,7 +123,7 @@ class Shapes:
         """Bytes of one more site of experts at a time: its second moments; on an accelerator, which solves it
         together with the others, also copies of these, and of two linears with errors and codes."""
         largest = max((out * width for name, out, width in self.linears if name in self.experts), default=0)
-        return 4 * self.moments + 26 * FLOAT32 * largest if accelerated else self.moments
+        return 13 * self.moments // 4 + 44 * largest if accelerated else self.moments
 
     @property
     def states(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -37,9 +38,11 @@ def clipping(weight: QuantizedWeight) -> tuple[str, ...]:
 
 class Solver(ABC):
     """The rule that chooses values on a grid. needs: the statistics that it uses; empty if data-free. A
-    solver that needs DRIFT has `damp`, the damping of the Hessian; one that needs PEAK has `outliers`."""
+    solver that needs DRIFT has `damp`, the damping of the Hessian; one that needs PEAK has `outliers`.
+    feeds_back: error feedback, which factorizes the Hessian."""
 
     needs: frozenset[Statistic]
+    feeds_back: ClassVar[bool] = False
 
     @abstractmethod
     def solve(

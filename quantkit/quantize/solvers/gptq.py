@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ class GptqSolver(Solver):
     act_order: str = "group"
     refine: int = 2
     target: Target = "original"
+    feeds_back: ClassVar[bool] = True
 
     @cached_property
     def _replays(self) -> Replays:
