@@ -75,7 +75,6 @@ def seconds(job: Job) -> float | None:
 
 
 def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
-    """Return the JSON of one method's job."""
     parameters, device = source.parameters, question.single_device
     on_gpu, chosen = device is not None and device.kind == "cuda", methods.create(method)
     work = chosen.work

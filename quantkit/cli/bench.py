@@ -79,7 +79,6 @@ def _command(
 
 
 def _models(settings: BenchSettings, values: dict, progress: Any) -> Measured:
-    """Measure several checkpoints."""
     from quantkit.serving.bench import measure, record, show
 
     evaluated = record.read_quality(settings.quality)

@@ -91,7 +91,6 @@ def run(base: recipe.Recipe, settings: Sequence[str], context: typer.Context, va
             return streams.present(plans, values["as_json"], lambda: job_report.print_plans(jobs))
 
         def report(result: of_job.Result) -> None:
-            """Print the result and upload it."""
             progress.close()
             streams.present(result.record(), values["as_json"], lambda: job_report.print_result(result))
             for output in result.outputs if values["push"] and not distributed.rank() else ():

@@ -277,7 +277,6 @@ def _is_close(name: str, typed: str) -> bool:
 
 
 def _parser_error(error: Any) -> QuantkitError:
-    """Return the parser's error as a QuantkitError."""
     offered = getattr(error, "possibilities", None)
     near = [name for name in offered or () if _is_close(name, getattr(error, "option_name", name))]
     if choice := re.search(r"'(.*?)' is not one of (.*)", error.message):

@@ -188,7 +188,6 @@ def nearest(scaled: Tensor, values: tuple[float, ...]) -> Tensor:
 
 @cache
 def _midpoints(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return the midpoints between neighbouring values."""
     ascending = torch.tensor(values)
     return ((ascending[1:] + ascending[:-1]) / 2).to(device)
 

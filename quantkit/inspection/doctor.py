@@ -88,7 +88,6 @@ def _program() -> Iterator[Finding]:
 
 
 def _requirements() -> Iterator[Finding]:
-    """Examine required packages and their versions."""
     from packaging.requirements import Requirement
 
     try:
@@ -114,7 +113,6 @@ def _version(package: str) -> str | None:
 
 
 def _machine() -> Iterator[Finding]:
-    """Examine processor and accelerators."""
     import torch
 
     from quantkit.models.machine import device
@@ -139,7 +137,6 @@ def _free(free: float, total: float) -> str:
 
 
 def _disks() -> Iterator[Finding]:
-    """Examine the disks of the default output and of the hub's cache."""
     from huggingface_hub import constants
 
     for name, folder in (("disk here", Path.cwd()), ("hub cache", Path(constants.HF_HUB_CACHE))):

@@ -146,7 +146,6 @@ def _print_clients(console: Console, clients: list[dict[str, Any]]) -> None:
 
 
 def _print_integrity(console: Console, integrity: dict[str, Any]) -> None:
-    """Print what was checked, and the problems found."""
     looked = f"headers of {count(integrity['tensors'], 'tensor')}, configuration and sizes"
     looked += " and every value" if integrity["deep"] else " (values: --deep)"
     wrong = count(len(integrity["problems"]), "problem") if integrity["problems"] else "nothing is wrong"

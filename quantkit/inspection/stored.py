@@ -125,7 +125,6 @@ def _coded(
 
 
 def _packed(layout: Layout, contents: Contents) -> Iterator[tuple[Weight, list[TensorInfo]]]:
-    """Yield every linear that is stored in this layout, with its tensors."""
     for linear, names in layouts.group_by_linear(layout, contents.infos).items():
         infos = {part: contents.infos[name] for part, name in names.items()}
         linear_layout, codes, shape, parameters = layout, Codes(layout.label, 0), None, 0

@@ -202,7 +202,6 @@ def _weight(checkpoint: Checkpoint, spec: LinearSpec) -> QuantizedWeight:
 
 
 def _encoded(layout: Layout, to: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """Return the tensors of a linear in the new layout."""
     scale, zero, size = weight.params.scale, weight.params.zero, weight.grid.group_size
     grid = _grid(to, weight.grid)
     if to in FILES:  # where groups, zero points or scales do not fit, the values become others

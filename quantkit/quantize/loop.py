@@ -247,7 +247,6 @@ class Loop:
             self.curvatures.done_with(index - 1)  # that block is on the disk by now
 
     def _block(self, index: int, module: nn.Module) -> Block:
-        """Return a loaded block with its specs and sites."""
         specs = {spec.local: spec for spec in self.job.specs if spec.block == index}
         if not self.method.needs:  # no inputs are gathered
             return Block(index, module, specs, fused_sites(specs))
@@ -296,6 +295,5 @@ class Loop:
             parts.add({stored: tensor.contiguous()})
 
     def _advance(self, outputs: Iterable[Tensor]) -> None:
-        """Replace the hidden states by the block's outputs."""
         self.advancing = True
         self.states.advance(self.timings.waiting("forward", outputs))

@@ -163,7 +163,6 @@ def parameters(
 def _scaled(
     arch: Architecture, keys: Mapping[str, Any], dimensions: int, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the type of scaling and its parameters."""
     kind = keys.get("rope.scaling.type", "none")
     original = keys.get("rope.scaling.original_context_length", keys["context_length"])
     if LONG in tensors and SHORT in tensors:

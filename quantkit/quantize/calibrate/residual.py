@@ -132,7 +132,6 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def _copied(output: object) -> object:
-    """Return a copy of a module's output."""
     return tree_map_only(Tensor, torch.clone, output)
 
 

@@ -137,7 +137,6 @@ class Output:
 
 
 def _copied(checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[TensorInfo]:
-    """Return the source's tensors that are copied."""
     coded = [spec for spec in specs if spec.grid]
     dense = {name for spec in coded for name in checkpoint.stored_as(f"{spec.name}.weight")}
     return [info for info in checkpoint.infos.values() if info.name not in dense]

@@ -96,5 +96,4 @@ def install_embedding(
 
 
 def _decoded(layout: Layout, packed: Mapping[str, Tensor], dtype: torch.dtype, rows: slice) -> Tensor:
-    """Return the values of some rows."""
     return layout.values({name: tensor[rows] for name, tensor in packed.items()}).to(dtype)

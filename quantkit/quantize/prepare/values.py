@@ -96,7 +96,6 @@ def _choices(kind: Any) -> list[str]:
 
 
 def _named(kind: Any) -> str:
-    """Return the name of a type for messages."""
     parts = get_args(kind)
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(_choices(kind))

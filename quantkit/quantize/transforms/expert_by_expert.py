@@ -122,7 +122,6 @@ class ExpertByExpert:
         return statistics.mixed(self._pools[site.pool], measuring.choice) if site.pool else statistics
 
     def _inputs(self, site: Site) -> Iterator[Tensor]:
-        """Yield the inputs of an expert's site, batch by batch."""
         name, number = self._layer(site)
         layer = self._block.module.get_submodule(name)
         for routed in self._routed[name]:

@@ -173,5 +173,4 @@ class ChatSession:
 
 
 def _text(messages: Messages) -> str:
-    """Return the text of a raw conversation."""
     return "".join(message["content"] for message in messages)

@@ -55,7 +55,6 @@ class _Visit:
         self.others.fill_diagonal_(0)
 
     def improve(self) -> None:
-        """Improve all groups, one after another."""
         size = self.grid.group_size
         for k, params in enumerate(self.chosen.params):
             params = rows_of(params, self.rows)

@@ -52,7 +52,6 @@ def report(record: Record) -> Report:
 
 
 def _by_name(record: Record) -> dict[str, list[Record]]:
-    """Return the rows of each implementation."""
     names = dict.fromkeys(row["attention"] for row in record["rows"])
     return {name: [row for row in record["rows"] if row["attention"] == name] for name in names}
 
