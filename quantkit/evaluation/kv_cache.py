@@ -140,15 +140,12 @@ def rounding_of(name: str) -> KvRounding:
         hint = "choose q8_0 or q4_0 (llama.cpp), fp8 (vLLM) or a float"
         raise QuantkitError(f"--kv-dtype {name}: caches of transformers are not measured", hint, UNSUPPORTED)
     if name in ("float32", "bfloat16", "float16"):
-        return KvRounding(*[partial(_cast, getattr(torch, name))] * 2)
+        dtype = getattr(torch, name)
+        return KvRounding(*[lambda x: x.to(dtype).to(x.dtype)] * 2)
     if name == "fp8":
         return KvRounding(_fp8, _fp8)
     grid = name.upper()
     return KvRounding(partial(_ggml, grid, False), partial(_ggml, grid, True))
-
-
-def _cast(dtype: torch.dtype, x: Tensor) -> Tensor:
-    return x.to(dtype).to(x.dtype)
 
 
 def _fp8(x: Tensor) -> Tensor:

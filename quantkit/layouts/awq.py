@@ -37,7 +37,6 @@ class AwqLayout(Layout):
 
     group_size: int
     zero_point: bool = True
-    bits: int = BITS
     marker = code_part = "qweight"
     label = NAME
     suffixes = ("qweight", "qzeros", "scales")

@@ -43,7 +43,9 @@ def parse(config: dict) -> Targets:
 
     Raises QuantkitError for malformed groups, and for features that quantkit does not support.
     """
-    if (cache := config.get("kv_cache_scheme")) and not _is_float8_cache(cache):
+    cache = config.get("kv_cache_scheme") or FLOAT8_CACHE
+    # quantkit computes without the cache that it describes; `eval --kv-dtype fp8` measures an 8-bit cache
+    if not isinstance(cache, dict) or any(cache.get(key) != FLOAT8_CACHE[key] for key in CACHE_KEYS):
         raise _unread("kv_cache_scheme", "of caches those of 8-bit floats by stored scales are read")
     for key, why in (
         ("sparsity_config", "sparse weights are not read"),
@@ -60,12 +62,6 @@ def parse(config: dict) -> Targets:
         for targets, scheme in [_group(name, group, config.get("format"))]
         for target in targets
     )
-
-
-def _is_float8_cache(scheme: object) -> bool:
-    """Return whether a scheme is FLOAT8_CACHE. quantkit computes without the cache that it describes;
-    `eval --kv-dtype fp8` measures an 8-bit cache."""
-    return isinstance(scheme, dict) and all(scheme.get(key) == FLOAT8_CACHE[key] for key in CACHE_KEYS)
 
 
 def find(targets: Targets, linear: str) -> Scheme:
