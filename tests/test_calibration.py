@@ -16,9 +16,8 @@ from quantkit.evaluation import generate, self_text, windows
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
-from quantkit.text import calibration
+from quantkit.text import calibration, shipped_folder
 from quantkit.text.calibration import CalibrationSet
-from quantkit.text.shipped import shipped_folder
 from quantkit.text.sources import PIECE_CHARS, open_source
 
 SHORT = "\n".join(sentences(100, seed=1)) + "\n"  # less than one piece

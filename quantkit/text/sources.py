@@ -16,10 +16,9 @@ from typing import Any, TextIO
 from quantkit.errors import USAGE, QuantkitError, first_line, require, unreadable
 from quantkit.models.files.untrusted import refuse_irregular
 from quantkit.options import CalibrationOptions
-from quantkit.text import hub_datasets
+from quantkit.text import hub_datasets, shipped_folder
 from quantkit.text.chat import COLUMNS, TOOLS, Conversation, column_of
 from quantkit.text.hub_datasets import Dataset
-from quantkit.text.shipped import shipped_folder
 
 PIECE_CHARS = 1 << 14  # long texts are cut into pieces of about this size and shuffled
 BUFFER = 1024  # documents in the buffer that shuffles parquet and hub datasets

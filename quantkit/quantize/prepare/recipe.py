@@ -20,7 +20,7 @@ from quantkit.quantize import methods
 from quantkit.quantize.methods import Method
 from quantkit.quantize.prepare.request import Request
 from quantkit.quantize.prepare.values import Key, checked, keys_of
-from quantkit.text.shipped import shipped_folder
+from quantkit.text import shipped_folder
 
 RECIPE_BYTES = 1 << 20
 SHARED = {"calibration": CalibrationOptions, "run": RunOptions}  # sections every method has
