@@ -53,6 +53,9 @@ class Shared:
     )
     device: str = option("auto", "cpu, cuda, cuda:N or mps; auto takes cuda if available.")
     threads: int | None = option(None, "CPU threads. (default: all cores)")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Precision of all models. auto: the first model's if the hardware supports it."
+    )
     output: Path | None = option(
         None, "Output folder or GGUF file. (default: NAME-METHOD-… in the current folder)", short="-o"
     )

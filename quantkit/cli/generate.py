@@ -11,29 +11,20 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from quantkit.cli import flags, streams
-from quantkit.evaluation.settings import Dtype, GenerateSettings
+from quantkit.evaluation.settings import GenerateSettings
 
 OPTIONS = ("prompt", "tokens", "chat", "temperature", "top_k", "top_p", "seed")
 
 
 @flags.command(
     *flags.of("options", GenerateSettings, OPTIONS),
-    shared=("revision", "device", "threads", *flags.OPENING_SEVERAL),
+    shared=("dtype", "revision", "device", "threads", *flags.OPENING_SEVERAL),
     helps=flags.FIRST_REVISION,
 )
-def command(
-    models: flags.MODELS,
-    dtype: Annotated[
-        Dtype,
-        typer.Option(help="Precision of all models. auto: the first model's if the hardware supports it."),
-    ] = "auto",
-    **values: Any,
-) -> None:
+def command(models: flags.MODELS, **values: Any) -> None:
     settings = flags.options(GenerateSettings, values)
     if settings.prompt == "-":
         settings = replace(settings, prompt=streams.decoded(sys.stdin.read(), "stdin").rstrip("\n"))
@@ -54,7 +45,7 @@ def command(
             for position, model in enumerate(models)
         ]
         device = choose_device(values["device"])
-        precision = generate.shared_dtype(dtype, checkpoints[0], device)
+        precision = generate.shared_dtype(values["dtype"], checkpoints[0], device)
         comparable = generate.comparable(checkpoints)
         for warning in generate.warnings(checkpoints, comparable, settings):
             progress.warn(warning)

@@ -15,22 +15,21 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags, streams
-from quantkit.evaluation.settings import Dtype, SampleSettings
+from quantkit.evaluation.settings import SampleSettings
 from quantkit.tables import print_written
 
 
-@flags.command(*flags.of("options", SampleSettings), shared=("device", "threads", *flags.OPENING))
+@flags.command(
+    *flags.of("options", SampleSettings),
+    shared=("output", "dtype", "overwrite", "device", "threads", *flags.OPENING),
+    helps={
+        "output": "JSON lines file to write. (default: NAME-own.jsonl)",
+        "dtype": "Precision. auto: the model's own if the hardware supports it.",
+        "overwrite": "Replace an existing file.",
+    },
+)
 def command(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")],
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="JSON lines file to write. (default: NAME-own.jsonl)"),
-    ] = None,
-    dtype: Annotated[
-        Dtype, typer.Option(help="Precision. auto: the model's own if the hardware supports it.")
-    ] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
-    **values: Any,
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")], **values: Any
 ) -> None:
     settings, as_json = flags.options(SampleSettings, values), values["as_json"]
     with streams.listener(values["quiet"]) as progress:
@@ -40,12 +39,12 @@ def command(
             from quantkit.models.files.open import open_checkpoint
             from quantkit.models.machine.device import choose_device
 
-        output = output or Path(f"{base_name(model)}-own.jsonl")
-        self_text.check_output(output, overwrite)
+        output = values["output"] or Path(f"{base_name(model)}-own.jsonl")
+        self_text.check_output(output, values["overwrite"])
         opened = values["revision"], values["offline"], values["trust_remote_code"]
         checkpoint = open_checkpoint(model, *opened)
         device = choose_device(values["device"])
-        precision = generate.shared_dtype(dtype, checkpoint, device)
+        precision = generate.shared_dtype(values["dtype"], checkpoint, device)
         settings.check(checkpoint.source, checkpoint.context)
         progress.phase(f"loading {checkpoint.source}")
         listen = partial(progress.counting, "writing text")

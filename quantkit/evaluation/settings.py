@@ -13,8 +13,6 @@ from quantkit.options import check_value, flag_of, option, parse_tokens, size_by
 from quantkit.quantize import methods
 from quantkit.quantize.prepare import recipe
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-
 
 @dataclass(frozen=True)
 class EvalSettings:
