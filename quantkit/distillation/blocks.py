@@ -72,14 +72,12 @@ def walk(training: Training, staging: Staging, timings: Timings, progress: Progr
     done = staging.done(student.depth, progress.warn)
     progress.start(student.depth, sum(done))
 
-    def enter(skeleton: Skeleton, batches: Sequence[Tensor]) -> States:
-        return embedded(batches, skeleton.embed, skeleton.device)
-
-    taught, theirs = enter(teacher, training.train), enter(teacher, training.held_out)
-    before = enter(student.skeleton, training.held_out)
+    taught, theirs = embedded(teacher, training.train), embedded(teacher, training.held_out)
+    before = embedded(student.skeleton, training.held_out)
     after, trained = before, ()  # without training, the states behind trained blocks are those before
     if options.block_epochs:
-        after, ours = enter(student.skeleton, training.held_out), enter(student.skeleton, training.train)
+        after = embedded(student.skeleton, training.held_out)
+        ours = embedded(student.skeleton, training.train)
         trained = after, ours
     floats: Floats = {}
     for index in range(student.depth):

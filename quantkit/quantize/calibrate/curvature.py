@@ -84,7 +84,7 @@ def gather(
     streams, skeleton.streams = skeleton.streams, False  # autograd keeps weights until the backward pass
     try:
         with timings(STEPS):
-            states = embedded(batches, skeleton.embed, skeleton.device, place)
+            states = embedded(skeleton, batches, place)
             _pass(skeleton, chosen, states, staged, progress)
     except torch.OutOfMemoryError as error:
         hint = "start again with a smaller --batch-size and --overwrite, or with --solver gptq"

@@ -49,7 +49,7 @@ def gather(
     map_large_blocks()
     with timings("load"):
         skeleton.load_rest()
-    states = embedded(batches, skeleton.embed, skeleton.device, place)
+    states = embedded(skeleton, batches, place)
     names = {(spec.block, spec.local): spec.name for spec in linears(skeleton)}
     gathered: Importance = {}
     progress.start(len(skeleton.blocks), 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.models.machine.device import Lane, free_memory, host_buffer, is_accelerator, to_host
+from quantkit.models.skeleton import Skeleton
 
 SHARE = 0.25  # of an accelerator's free memory that states may take without a plan
 
@@ -92,19 +93,14 @@ class States:
         return (self[k] for k in range(len(self)))
 
 
-def embedded(
-    ids: Sequence[Tensor],
-    embed: Callable[[Tensor], Tensor],
-    device: torch.device,
-    place: Place | None = None,
-) -> States:
+def embedded(skeleton: Skeleton, ids: Sequence[Tensor], place: Place | None = None) -> States:
     """Return the inputs of the first block for batches of `ids`. place: where to keep them; None: the device
     if they fit, else the host."""
-    first = embed(ids[0])
+    first, device = skeleton.embed(ids[0]), skeleton.device
     if place is None:
         crowded = is_accelerator(device) and first.nbytes * len(ids) > SHARE * free_memory(device)
         place = Place("host") if crowded else HERE
-    return States(chain([first], map(embed, ids[1:])), device, place)
+    return States(chain([first], map(skeleton.embed, ids[1:])), device, place)
 
 
 class Spill:

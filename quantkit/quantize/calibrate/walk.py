@@ -56,7 +56,7 @@ def through(
     entered: called with a block's index after the block is loaded; may change it. decoded: see
     `Skeleton.load_block`. place: where hidden states are kept; None: by free memory.
     """
-    states = embedded(batches, skeleton.embed, skeleton.device, place)
+    states = embedded(skeleton, batches, place)
     for index, _ in blocks(skeleton, lambda index: (None, decoded)):
         entered(index)
         states.advance(skeleton.outputs(index, states))
