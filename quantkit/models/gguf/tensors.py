@@ -11,7 +11,6 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import gguf
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from quantkit.errors import UNSUPPORTED, name_all, require
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.gguf import architectures, mixtures, rope
 from quantkit.models.gguf.architectures import Architecture
 from quantkit.models.gguf.variants import kv_heads
@@ -26,9 +26,6 @@ from quantkit.models.skeleton import meta_model
 from quantkit.models.skeleton.experts import Experts, take_apart
 from quantkit.models.skeleton.loading import checked
 from quantkit.models.skeleton.names import refuse_absent
-
-if TYPE_CHECKING:
-    from quantkit.models.files.checkpoint import Checkpoint
 
 STACKED = re.compile(r"(.+)\.norms\.\d+(\.weight)")  # the file stacks the norms of all heads
 BUFFERS = re.compile(  # buffers in older checkpoints, which transformers computes today

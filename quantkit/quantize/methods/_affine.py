@@ -1,18 +1,12 @@
 """What the methods of affine grids share: bits, group size and zero points of linears, head and embedding."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
 from quantkit.layouts import Layout, Width, spec_of_shape
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.layouts.mlx import MlxLayout
 from quantkit.quantize.methods import Method
-
-if TYPE_CHECKING:
-    from quantkit.quantize.methods._override import Override
+from quantkit.quantize.methods._override import Override
 
 USUAL = 4096  # width of a linear that every layout can hold
 
