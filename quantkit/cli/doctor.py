@@ -7,9 +7,8 @@ Examples:
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 
 from quantkit.cli import flags, streams
@@ -17,11 +16,8 @@ from quantkit.errors import QuantkitError, name_all
 from quantkit.tables import print_line
 
 
-@flags.command(shared=("as_json",))
-def command(
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print problems only.")] = False,
-    **values: Any,
-) -> None:
+@flags.command(shared=("quiet", "as_json"), helps={"quiet": "Print problems only."})
+def command(**values: Any) -> None:
     from quantkit.inspection import doctor
 
     findings = doctor.examine()
@@ -33,7 +29,7 @@ def command(
             what = f"this installation is broken: {name_all(f'{row.name} {row.value}' for row in broken)}"
             raise QuantkitError(what, "; ".join(row.note for row in broken), found=record)
 
-    streams.present(record, values["as_json"], lambda: _show(findings, quiet), refuse)
+    streams.present(record, values["as_json"], lambda: _show(findings, values["quiet"]), refuse)
 
 
 def _show(findings: dict[str, list], quiet: bool) -> None:

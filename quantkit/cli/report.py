@@ -8,7 +8,7 @@ Examples:
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,7 +16,7 @@ from quantkit.cli import flags
 from quantkit.errors import USAGE, QuantkitError
 
 
-@flags.command(shared=())
+@flags.command(shared=("quiet",), helps={"quiet": "Do not print the names of the files."})
 def command(
     results: Annotated[
         list[Path],
@@ -28,9 +28,7 @@ def command(
         Path, typer.Option("--output", "-o", help="HTML page to write: one file, without scripts.")
     ] = Path("report.html"),
     png: Annotated[bool, typer.Option("--png", help="Write the plots next to the page.")] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Do not print the names of the files.")
-    ] = False,
+    **values: Any,
 ) -> None:
     from quantkit.evaluation.comparison.record import merge, read
     from quantkit.evaluation.comparison.report import Outputs
@@ -43,4 +41,4 @@ def command(
     outputs = Outputs(html=output, plot=output.with_suffix(".png") if png else None)
     outputs.check()
     comparison = report(merge([read(path) for path in results]))
-    outputs.write(comparison, quiet=quiet)
+    outputs.write(comparison, quiet=values["quiet"])
