@@ -1,7 +1,5 @@
 """QuantkitError, the only exception that users see, and the exit codes of all commands."""
 
-from __future__ import annotations
-
 import errno
 import re
 import unicodedata

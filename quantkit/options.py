@@ -1,7 +1,5 @@
 """Options that every method shares. They become command-line flags, so this module never imports torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """Tables, facts and sizes as all commands print them. This module never imports torch."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ and `Σ bytes[u, c] x[u, c]` within the budget: a multiple-choice knapsack, solv
 bound (HiGHS; Huangfu and Hall 2018, through `scipy.optimize.milp`). Or minimise bytes within a given loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from quantkit.auto.units import Candidate, Unit

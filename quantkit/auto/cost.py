@@ -1,7 +1,5 @@
 """How long a search takes on a CPU, and what of the output it cannot make smaller; known before it runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from quantkit.auto.job import Auto

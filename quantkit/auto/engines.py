@@ -4,8 +4,6 @@ Folders of integers: each unit has its own bits and group size. GGUF files: each
 and output matrix, has its own ggml type. Candidates are only formats for which the engine has kernels.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

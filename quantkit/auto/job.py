@@ -1,7 +1,5 @@
 """Prepares a search: checks model, engine and texts before weights are loaded."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

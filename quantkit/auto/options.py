@@ -1,7 +1,5 @@
 """Flags of `quantkit auto`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Makes outputs and measures them on held-out text."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Sequence

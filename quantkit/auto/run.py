@@ -1,7 +1,5 @@
 """`quantkit auto` after its checks: search, make, measure, keep the better result."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from typing import Any

@@ -6,8 +6,6 @@ both scales, the quantized values have the same effect in the original block as 
 units can be replaced in the original block, and only the scales are stored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

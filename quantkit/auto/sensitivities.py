@@ -1,7 +1,5 @@
 """The table of sensitivities: measured once, saved, and reused for other budgets."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

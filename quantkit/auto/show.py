@@ -1,7 +1,5 @@
 """Prints the plan or the result of `quantkit auto`."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

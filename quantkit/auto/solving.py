@@ -3,8 +3,6 @@
 Only measured candidates are solved. Other candidates are rounded to nearest, which costs little.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -12,8 +12,6 @@ One block and a limited number of streams are in memory. For further streams, th
 the block at which the limit was reached.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The terms of a search: units, and the candidates in which a unit can be stored."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

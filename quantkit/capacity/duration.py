@@ -4,8 +4,6 @@
 fitted to jobs on SmolLM2-135M and on the bundled model, with one thread.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The JSON record of `quantkit plan`; docs/plan.md explains the fields."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial

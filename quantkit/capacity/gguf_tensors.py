@@ -4,8 +4,6 @@ Those of a dense model follow from its parameters. Experts are joined and split 
 from a model built of shapes alone, takes seconds.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import lru_cache

@@ -8,8 +8,6 @@ caches are refused, since a wrong guess could be off by a factor. Pages of a pag
 (PagedAttention, arXiv:2309.06180), section 3.1.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A model's tensors, read from file headers, or derived from the config as transformers would store them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -4,8 +4,6 @@ inspection/stored.py finds codes and scales. This file turns them into the tenso
 the model would have, so that the same computations apply.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The flags of `quantkit plan`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Prints a forecast: the model, the sizes of all formats, and the jobs that make them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reads a model without loading weights: config.json and the headers of the weight files."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """The command line: data goes to stdout, everything else to stderr. Commands contain no logic."""
 
-from __future__ import annotations
-
 import os
 import sys
 

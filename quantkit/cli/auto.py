@@ -10,8 +10,6 @@ Examples:
 Never worse: the result is kept only if it beats the best uniform preset of its size on held-out text.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

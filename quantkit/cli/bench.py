@@ -8,8 +8,6 @@ Examples:
   quantkit bench ./model.gguf --engine llama.cpp,transformers --json
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module

@@ -10,8 +10,6 @@ Examples:
 In the conversation /help lists its commands; Ctrl-C stops an answer, Ctrl-D leaves.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

@@ -1,7 +1,5 @@
 """A conversation on a terminal or through pipes: reads messages and commands, prints answers."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

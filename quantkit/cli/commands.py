@@ -1,7 +1,5 @@
 """All commands by name and summary. A command's module is imported only when the command is called."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Prints continuations: a single one while it is generated, several side by side with first differences."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path

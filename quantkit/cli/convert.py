@@ -6,8 +6,6 @@ Examples:
   quantkit convert ./model-gptq-w4g32 --to q4_0                (writes ./model-gptq-w4g32-Q4_0.gguf)
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

@@ -11,8 +11,6 @@ Never worse: a stage that does not lower the divergence from the teacher on held
 the exit code is 0 nevertheless.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

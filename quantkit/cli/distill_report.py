@@ -1,7 +1,5 @@
 """Prints the plan or the result of a distillation."""
 
-from __future__ import annotations
-
 from shlex import quote
 
 from rich.console import Console

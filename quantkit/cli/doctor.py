@@ -5,8 +5,6 @@ Examples:
   quantkit doctor --json     (to attach to a bug report)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.console import Console

@@ -15,8 +15,6 @@ Examples:
 Exit code 7: a gate failed.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

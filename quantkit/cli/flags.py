@@ -1,7 +1,5 @@
 """Command-line flags: made from dataclasses of options, those that commands share included."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -7,8 +7,6 @@ Examples:
   echo "The sea" | quantkit generate ./model -p - --json
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from typing import Any

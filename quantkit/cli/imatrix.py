@@ -6,8 +6,6 @@ Examples:
   llama-quantize --imatrix model.imatrix.gguf model-f16.gguf model-q4.gguf Q4_K_M
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

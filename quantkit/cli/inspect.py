@@ -7,8 +7,6 @@ Examples:
   quantkit inspect ./model ./model-gptq-w4g128     (largest differences)
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, Any
 

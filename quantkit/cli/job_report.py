@@ -1,7 +1,5 @@
 """Prints plans and results of jobs, as tables or JSON."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

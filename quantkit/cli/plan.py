@@ -8,8 +8,6 @@ Examples:
   quantkit plan ./model --gpu h100-80g --format gptq --json
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

@@ -7,8 +7,6 @@ Examples:
 The token comes from huggingface_hub: hf auth login, or the variable HF_TOKEN.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

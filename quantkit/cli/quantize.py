@@ -1,7 +1,5 @@
 """The commands of all methods: read flags, run the job, print the result."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path

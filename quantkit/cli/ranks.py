@@ -3,8 +3,6 @@
 The work of the ranks is in `quantkit/models/machine/distributed.py`, which is imported only under torchrun.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -6,8 +6,6 @@ Examples:
   quantkit recipes init gptq -o mine.yaml     (every option, with its help)
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from shlex import quote

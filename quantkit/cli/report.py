@@ -5,8 +5,6 @@ Examples:
   quantkit report monday.json tuesday.json -o report.html --png     (same text, same first model)
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

@@ -6,8 +6,6 @@ Examples:
   quantkit run recipe.yaml --resume     (after an interruption)
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

@@ -6,8 +6,6 @@ Examples:
   quantkit sample org/model --samples 512 --seqlen 1024 --device cuda -o own.jsonl
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any

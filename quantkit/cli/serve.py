@@ -9,8 +9,6 @@ Examples:
   quantkit serve ./model -- --log-level info   (what follows -- is the engine's)
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Annotated, Any

@@ -7,8 +7,6 @@ Examples:
   quantkit specdec ./model ./model-nf4 --temperature 1     (sampled text)
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, Any
 

@@ -8,8 +8,6 @@ Examples:
   quantkit verify ./model-Q4_K_M.gguf --json
 """
 
-from __future__ import annotations
-
 import statistics
 from functools import partial
 from typing import Annotated, Any

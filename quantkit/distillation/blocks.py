@@ -8,8 +8,6 @@ output of the earlier student blocks, so it also corrects their errors. The teac
 of the earlier teacher blocks (docs/distill.md measures the other choice).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial

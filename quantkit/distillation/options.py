@@ -1,7 +1,5 @@
 """Options of `quantkit distill`. Flags are made from them, so torch is not imported."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

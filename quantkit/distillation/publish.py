@@ -3,8 +3,6 @@
 No tensor changes its offset or size, so clients of the student load the result.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

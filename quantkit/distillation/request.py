@@ -1,7 +1,5 @@
 """The request, the output and the staging folder of a distillation job."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 

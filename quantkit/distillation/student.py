@@ -5,8 +5,6 @@ biases. They are arguments of each run of a block, so autograd can follow from t
 Between runs, a block takes one byte per weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Adam: Kingma and Ba 2015, arXiv:1412.6980; its state can be stored and restored.
 follows half a cosine to 0 (Loshchilov and Hutter 2017, arXiv:1608.03983).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import reduce

@@ -7,8 +7,6 @@ time. The codes of all blocks stay in memory if they fit; otherwise each run of 
 is slower and gives the same result. Memory holds only the head and the final hidden states of the teacher.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping

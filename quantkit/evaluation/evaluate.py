@@ -5,8 +5,6 @@ The base model's final hidden states are kept. They are smaller than its logits,
 for some tokens at a time. So the KL divergence is exact and no logits are stored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ transformers' own `generate` runs each model, so other programs get the same tex
 whole decoded model and its KV cache are in memory, unlike in `quantkit eval`.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """One evaluation: open checkpoints and text, measure, and return the record."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Memory of an evaluation, estimated from shapes, and where to store its hidden states."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Runs the jobs of one command, and compares their outputs with the original model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

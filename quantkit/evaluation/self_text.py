@@ -6,8 +6,6 @@ with the token that begins or separates texts, and continues after the end of a 
 2023, arXiv:2305.17888, section 3.1; for calibration, Williams et al. 2024, arXiv:2410.17170).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

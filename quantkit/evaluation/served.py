@@ -1,7 +1,5 @@
 """Compares an engine's probabilities with those of quantkit's decode of the same checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,8 +1,6 @@
 """The flags of `quantkit eval`, `generate` and `sample`. Those of `eval` are the options of
 `quantkit.evaluate`, too. This module does not import torch."""
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from dataclasses import MISSING, dataclass

@@ -4,8 +4,6 @@ Scale and bias are stored in the model's own type. MLX's CPU kernels round the p
 type (`mx.dequantize`, mlx 0.32), and so does `decode`. Its Metal kernels accumulate in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

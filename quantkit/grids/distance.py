@@ -1,7 +1,5 @@
 """Distances between a decoded weight and the original, measured without text."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ are the columns of X with a value that reaches the threshold. Activations are ro
 error of a weight depends on its inputs. `int8_matmul` is that computation.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

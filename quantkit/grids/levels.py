@@ -1,7 +1,5 @@
 """Rounding in units of a group's step: every row and group has the same levels."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

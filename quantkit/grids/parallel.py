@@ -6,8 +6,6 @@ interpreter's lock, so Python threads suffice. Results do not depend on the numb
 thread computes each piece.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Sequence

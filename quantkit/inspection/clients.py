@@ -1,7 +1,5 @@
 """Find the clients that load a checkpoint, by the rules of clients.yaml."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from functools import cache

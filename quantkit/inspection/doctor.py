@@ -3,8 +3,6 @@
 Every check is fast. If a check fails, the table says so; there is no error.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

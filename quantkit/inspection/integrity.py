@@ -4,8 +4,6 @@ Only blocks, embeddings and quantized linears are checked. With `--deep`, values
 the model that transformers builds, which takes five seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from typing import Any

@@ -1,7 +1,5 @@
 """The JSON of `quantkit inspect`: one checkpoint, or two and their differences."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from quantkit.errors import QuantkitError

@@ -1,7 +1,5 @@
 """Parses names of parameters, in checkpoints and GGUF files."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Upload a verified checkpoint to the hub, with the token of huggingface_hub: `hf auth login` or HF_TOKEN."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from shlex import quote
 from typing import Any

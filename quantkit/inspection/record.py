@@ -1,7 +1,5 @@
 """The report of `quantkit inspect` on one checkpoint, as JSON (`quantkit.inspect/2`)."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Prints the record of a checkpoint, or the differences of two."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.console import Console

@@ -4,8 +4,6 @@ Each layout finds and checks its quantized linears (`Layout.checked_spec`), give
 This file counts two formats that no layout decodes: gpt-oss's experts, and floats with scales.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

@@ -1,7 +1,5 @@
 """Checks all values, or compares those of two checkpoints. Weights are decoded one at a time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -3,8 +3,6 @@
 A manifest is not signed: verification finds damage and mistakes, not forgery.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Shared by `eval`, `plan`, `serve`, `chat` and `bench`. How each rounds: `evaluation/kv_cache.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from fractions import Fraction
 

@@ -4,8 +4,6 @@ GGUF files hold them as Q4_0 and Q8_0, which have groups of 32 and a float16 sca
 `d * (code - 128)` (ggml-common.h).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Turn a request into a job: open, resolve and check everything before weights are loaded."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future

@@ -8,8 +8,6 @@ The next block sees the decoded codes, never the solver's private floats. The ou
 from disk, checked against the loop's own final hidden states, and renamed into place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace

@@ -4,8 +4,6 @@
 `round_block`. Ranks share the linears and experts: each rank solves some, then all get all results.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

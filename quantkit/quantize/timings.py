@@ -1,7 +1,5 @@
 """Wall-clock seconds by stage, kept apart from everything that must be equal in every run."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Flags of the commands that run a model in their own process, and the checks of numbers and lists."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """Turns calibration text into token sequences `[samples, seqlen]`, and records their provenance."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import closing, suppress

@@ -1,7 +1,5 @@
 """Renders conversations as text with the model's own chat template."""
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence

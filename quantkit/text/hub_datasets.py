@@ -1,7 +1,5 @@
 """Calibration datasets of the hub: streamed, not downloaded whole; read from the cache if offline."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Reads documents of text: plain text, JSON, CSV, parquet, datasets of the hub, the shipped text."""
 
-from __future__ import annotations
-
 import codecs
 import csv
 import json

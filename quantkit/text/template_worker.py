@@ -5,8 +5,6 @@ process, since a fork of a process with threads may hang. It renders conversatio
 sandbox and ends with its parent. After a template exceeds its limits, a new worker is started.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -1,7 +1,5 @@
 """Results in a model card: a table, and the hub's metadata `model-index`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

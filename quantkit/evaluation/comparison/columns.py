@@ -1,7 +1,5 @@
 """The columns of a comparison's table on a terminal, in Markdown and on the HTML page."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Plots drawn with matplotlib: as SVG with real text for light and dark schemes, or as PNG."""
 
-from __future__ import annotations
-
 import html
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Descriptions of plots, which drawing.py draws."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from quantkit.evaluation.comparison.columns import LOSS_NAMES, estimate, label_by_source, number

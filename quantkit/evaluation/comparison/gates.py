@@ -3,8 +3,6 @@
 A gate compares the measured value with its limit and ignores the standard error. NaN fails.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Sequence

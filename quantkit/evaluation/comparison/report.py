@@ -1,8 +1,6 @@
 """A report: printed on a terminal, or written as an HTML page with plots. Paths that cannot be written are
 rejected before measuring."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

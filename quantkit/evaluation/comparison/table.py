@@ -1,7 +1,5 @@
 """A comparison of models as a report, or as Markdown for a pull request."""
 
-from __future__ import annotations
-
 from quantkit.evaluation.comparison.columns import columns, footnotes, label_by_source, labels, rows
 from quantkit.evaluation.comparison.figures import figures
 from quantkit.evaluation.comparison.gates import describe

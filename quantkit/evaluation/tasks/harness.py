@@ -4,8 +4,6 @@ Tokenizing and cutting of long texts follow the harness's own class for transfor
 figures can be compared.
 """
 
-from __future__ import annotations
-
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 

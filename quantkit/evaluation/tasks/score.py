@@ -1,7 +1,5 @@
 """Log-likelihoods of continuations, for any number of requests, through a streamed model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

@@ -11,8 +11,6 @@ Begin with `params.py` (stored parameters) and `block.py` (base class of the typ
 vectors with `nearest.py`. `fp4.py` has 4-bit floats.
 """
 
-from __future__ import annotations
-
 from quantkit.grids.ggml import fp4, iq4, iquants, kquants, legacy
 from quantkit.grids.ggml.block import BlockGrid
 

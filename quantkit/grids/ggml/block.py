@@ -1,7 +1,5 @@
 """The base class of ggml's types: stored parameters, rounding with them, the walk over a matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any

@@ -7,8 +7,6 @@ divisor. The tensor `NAME.scale` holds the divisor's reciprocal. Without a divis
 model would be too small for e4m3.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """IQ4_NL and IQ4_XS: 4-bit codes of sixteen unevenly spaced values (quantize_row_iq4_nl_impl)."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

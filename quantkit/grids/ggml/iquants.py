@@ -5,8 +5,6 @@ A code is twice the digit of a magnitude, plus one if the weight is negative. So
 eight weights: then an even number of the eight is negative.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,8 +1,6 @@
 """The K-quants: super-blocks of 256 weights; each sub-block has its own small integer scale
 (quantize_row_q2_K_ref to quantize_row_q6_K_impl)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

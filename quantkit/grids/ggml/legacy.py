@@ -1,8 +1,6 @@
 """The types with ggml blocks of 32 weights and one scale: Q4_0, Q5_0, Q8_0, and Q4_1, Q5_1 with a min
 (quantize_row_q4_0_ref to quantize_row_q5_1_impl)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

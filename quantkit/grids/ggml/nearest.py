@@ -9,8 +9,6 @@ constant. The first term is the same for all rows with these signs, so it is a t
 product.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

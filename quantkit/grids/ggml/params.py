@@ -4,8 +4,6 @@ d, dmin, m: float16 values in float32, `[rows]` for one ggml block or `[out, blo
 mins: integers in float32, `[..., sub-blocks]`. Method `steps`: step and low of every sub-block.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -7,8 +7,6 @@ as in C, and no multiply-add is fused.
 `scale` and `low`: `x ≈ scale * code - low`. Signed searches have no `low`, and codes in -nmax .. nmax - 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ the decoded weight. Source: compressed-tensors 0.20 `quantization/utils/helpers.
 (vLLM: with int8 scales of absmax / 127). The results differ in the last places.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear

@@ -6,8 +6,6 @@ patterns over classes. Of equal targets the later group counts; patterns are tri
 Source: compressed-tensors 0.20 `utils/match.py: match_targets`, `lifecycle/apply.py`.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

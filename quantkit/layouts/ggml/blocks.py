@@ -1,7 +1,5 @@
 """ggml blocks as they lie in a GGUF file: rows of blocks, little-endian, made of the parts in `parts.py`."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from functools import cache
 from typing import Any

@@ -5,8 +5,6 @@ BLOCKS lists the parts of every type in order. `pack` of a part takes its intege
 stores are 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Write a file completely or not at all, under a temporary name that nobody can predict."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Model cards: the head of a README.md (https://huggingface.co/docs/hub/model-cards) and its text."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

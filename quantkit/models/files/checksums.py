@@ -3,8 +3,6 @@
 Sums detect damage, not forgery: whoever forges a file can change its sum.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor

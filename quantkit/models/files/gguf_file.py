@@ -6,8 +6,6 @@ tensors, each at a multiple of the alignment. The `gguf` package knows the types
 reader checks no sizes. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Names of a GGUF file in shards. Clients open the first, which has the metadata, and find the others."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -5,8 +5,6 @@ Qwen3-0.6B, the copy is left out. If they differ, transformers uses both, whatev
 tied matrix that is stored only under the head's name gets the embedding's.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Turn a path or a hub id that the user typed into a local folder."""
 
-from __future__ import annotations
-
 import glob
 import re
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ The pages of a mapped file count as the process's memory, and each whole shard a
 bytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

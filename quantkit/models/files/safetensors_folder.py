@@ -5,8 +5,6 @@ Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header le
 Nothing here imports torch: sizes are known, and files merged, without loading a tensor.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -7,8 +7,6 @@ the start of a text differently; the ids of `LEAD` are removed again. If no such
 characters (one endless line), the cut comes at a space, or else anywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

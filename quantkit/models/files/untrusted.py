@@ -4,8 +4,6 @@ Nothing here imports torch. Headers of weights are checked where they are read (
 `gguf_file`).
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import re

@@ -1,7 +1,5 @@
 """Convert transformers' configuration to metadata keys and back, by the rows of `architectures`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

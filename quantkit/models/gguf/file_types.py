@@ -4,8 +4,6 @@ Source of file_types.json: llama.cpp, `src/llama-quant.cpp`, `llama_tensor_get_t
 blocks are copied from `gguf.GGML_QUANT_SIZES`, because importing gguf takes a fifth of a second.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ the number of these tokens (`NAME.counts`). Source: llama.cpp, `tools/imatrix/im
 `common/imatrix-loader.cpp`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

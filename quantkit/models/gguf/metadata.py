@@ -4,8 +4,6 @@ How llama.cpp uses the tokenizer's keys: `src/llama-vocab.cpp`; their meaning:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. tokenizer.py is the inverse.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping

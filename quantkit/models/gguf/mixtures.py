@@ -6,8 +6,6 @@ it. Source: llama.cpp, `src/llama-quant.cpp`; `scripts/ggml.py mixtures` compare
 `llama_model_quantize`'s.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

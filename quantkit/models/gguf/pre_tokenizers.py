@@ -5,8 +5,6 @@ llama.cpp has a fixed list of names with their regular expressions (`src/llama-v
 names. quantkit recognises a tokenizer by how it splits, never by its vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 import unicodedata
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ and Llama 3's scaling as one such tensor. With YaRN it multiplies queries and ke
 (arXiv:2309.00071, section 3.4) and by `attn_factor`.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping

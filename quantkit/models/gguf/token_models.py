@@ -5,8 +5,6 @@ a score per token instead of merges. A feature that llama.cpp lacks is an error 
 else a message to `warn`.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Hashes that are equal for tokenizers that do the same, in whatever format they are stored."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -4,8 +4,6 @@ All calls to a device are made here. Its torch module (`torch.cuda`, `torch.xpu`
 name, so one code path serves all devices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 

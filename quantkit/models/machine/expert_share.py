@@ -1,7 +1,5 @@
 """How much of a mixture is in memory at a time: sizes and names, computed without loading a model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 IN_STEP = 4  # batches that run interleaved; the activations of each are in memory

@@ -4,8 +4,6 @@ QUANTKIT_PROCESSOR overrides them for tests and CI. `poor`: no features. `capabl
 always emulate slowly; int8 products only if the machine has them.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import platform

@@ -9,8 +9,6 @@ linears again (`experts`). Towers of other modalities stay on the meta device, b
 them (`names`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -6,8 +6,6 @@ how: transposed, concatenated or interleaved, with biases, without a gate. Here 
 checkpoint's names, so that sites, grids, solvers and layouts only see linears.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ how). For these, the checkpoint is made to look as if each expert and projection
 of the stored one, with the names of families that store experts one by one.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

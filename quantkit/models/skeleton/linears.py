@@ -1,7 +1,5 @@
 """Linears of a model's blocks, and their other parameters."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from quantkit.errors import UNSUPPORTED, require

@@ -1,7 +1,5 @@
 """Load tensors of the checkpoint, in the model's dtype, into blocks, and remove them again."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Text does not enter a tower, so it is never loaded; a stand-in with its attribut
 tensors are copied byte for byte, and the configuration names them as not quantized.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Stubs replace the blocks, pass hidden states on and record the arguments of thei
 alone with these arguments. Blocks may pass more than hidden states to each other: see `flow`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager, suppress

@@ -4,8 +4,6 @@ The forward pass keeps only the input of each block. The backward pass runs each
 given the gradient of its output (checkpointing by block, Chen et al. 2016, arXiv:1604.06174).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

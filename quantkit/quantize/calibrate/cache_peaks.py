@@ -4,8 +4,6 @@ Keys are recorded as attention passes them to its cache, after norm and rotary e
 quantize them there.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

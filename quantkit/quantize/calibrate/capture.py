@@ -1,7 +1,5 @@
 """Sums over the inputs of a block's sites, batch by batch, from which `SiteStatistics` are made."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ stay in a file of the staging folder until the block is quantized; they are alwa
 resumed job computes with the same numbers.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack

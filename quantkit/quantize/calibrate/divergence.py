@@ -4,8 +4,6 @@ Measurements on held-out text use temperature 1. A loss may have another tempera
 arXiv:1503.02531, section 2): logits are divided by T and divergences multiplied by T².
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

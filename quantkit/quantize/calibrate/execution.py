@@ -1,7 +1,5 @@
 """How a job runs: precision, device, batches, and where hidden states are kept."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 import torch

@@ -6,8 +6,6 @@ memory of all live activations. `repeated` runs the block again up to each site 
 one batch. Experts of a layer are independent, so `gather_together` measures many of their sites in one pass.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress

@@ -1,7 +1,5 @@
 """The statistics of a block's sites, from running the hidden states through it."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

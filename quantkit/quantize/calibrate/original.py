@@ -8,8 +8,6 @@ The original model runs on a sample of the batches (`original_every`), because t
 (`retarget` in statistics.py) needs fewer tokens than error feedback.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar

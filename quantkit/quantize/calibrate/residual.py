@@ -6,8 +6,6 @@ output, and adds a small change (nudge) of this output. The last projections of 
 Linears before a norm (OLMo 2, Gemma) or a multiplier (Granite) and those of experts are not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial

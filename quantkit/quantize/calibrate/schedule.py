@@ -7,8 +7,6 @@ outputs of installed ones. After the last visit a generator passes the block's o
 as AWQ's: it measures before anything is installed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import groupby, takewhile

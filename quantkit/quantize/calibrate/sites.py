@@ -1,7 +1,5 @@
 """A loaded block and its sites: linears that share an input."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

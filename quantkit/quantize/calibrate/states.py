@@ -1,7 +1,5 @@
 """Hidden states of all tokens between two blocks, batch by batch."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

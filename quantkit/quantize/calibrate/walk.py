@@ -1,7 +1,5 @@
 """Walk over a model's blocks: load, use and free one at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 

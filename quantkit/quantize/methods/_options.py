@@ -1,7 +1,5 @@
 """Options that several methods share, such as `--solver` and `--transform`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from quantkit.options import option

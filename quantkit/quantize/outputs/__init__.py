@@ -1,7 +1,5 @@
 """Outputs of a finished job: a checkpoint folder (`folder.Output`), or one GGUF file."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -9,8 +9,6 @@ rounded to nearest: error feedback that loses more than this failed. Logits of t
 two models are never in memory together.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Embedding and head outside the loop: quantized before the first block, so that all blocks run with them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial

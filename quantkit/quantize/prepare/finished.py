@@ -1,7 +1,5 @@
 """Find outputs that an earlier run finished, for `--resume`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`quantkit imatrix`: turn options into an importance matrix for llama-quantize and quantkit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Resolve options to one LinearSpec per linear: its grid, or the reason why it stays in 16 bit."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

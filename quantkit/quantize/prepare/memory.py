@@ -5,8 +5,6 @@ The peak is the bytes of everything outside the blocks, plus the bytes of all st
 their peaks together, so the sum is an upper limit, less than twice the true peak. torch is not imported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 In this module an option is named by its dotted key, section and field: `quant.bits`, `run.exclude`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import textwrap

@@ -1,7 +1,5 @@
 """The shapes that decide the peak memory of a job. torch is not imported."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Values of options in recipes and Python calls, checked against the types of the options."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path

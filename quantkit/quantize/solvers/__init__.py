@@ -1,7 +1,5 @@
 """Solvers: choose values on a grid. They take matrices and return matrices."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Compare error feedback with round to nearest, linear by linear."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

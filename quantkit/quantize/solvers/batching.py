@@ -4,8 +4,6 @@ Matrices share kernel launches: `[columns, matrices * out]` has the rows of all,
 of its own, `[matrices, columns, columns]`. One matrix has the factor `[columns, columns]`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -10,8 +10,6 @@ levels chosen before it, and a rounding without parameters: three kernel launche
 share the launches: `Wt [in, matrices * out]` has the rows of all, and each has its own U.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial

@@ -15,8 +15,6 @@ compares it with round to nearest; the paper has neither. `tests/reference_gptq.
 literally.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Damp and factorize the Hessian of a site, or the Hessians of several."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

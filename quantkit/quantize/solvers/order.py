@@ -5,8 +5,6 @@ the matrix and the client needs `g_idx`. `group` sorts the groups and the column
 file's format stays the same.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

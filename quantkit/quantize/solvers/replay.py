@@ -6,8 +6,6 @@ fixed addresses: arguments are copied to them, and results are copied back. The 
 Other accelerators copy in the same way and run the function itself; a CPU does without this file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ search multiplies every candidate by the calibration tokens. Its loss, the squar
 the output, is quadratic in the weights' error, so here it is `dw_g H_gg dw_gᵀ`, computed from second moments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ values and `w_v + s U_vv⁻¹`. So the nearest vector of the code book in this m
 compensate for its error as for any other column's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -13,8 +13,6 @@ block share the sweep's kernel launches. Then `refine/both_sides.py` chooses cod
 rows. Rows with large curvature come first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -5,8 +5,6 @@ not at all. Earlier tensors of the block are in `part-00000-0000.safetensors` an
 records its linears and the files' sha256.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Compare the fingerprints of two jobs, and name the differences by flags."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

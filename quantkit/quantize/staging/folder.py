@@ -5,8 +5,6 @@ only complete blocks (`blocks.py`) and files that will be made again. Blocks tha
 source was hashed are also made again, because they may belong to another source.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -4,8 +4,6 @@ All checks are of the path itself, not of a link's target. Only plain files and 
 device, pipe, link or mount point; a folder only if every file in it belongs to a checkpoint.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """Stage a block piece by piece, so that neither its codes nor its weights accumulate in memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from torch import Tensor

@@ -9,8 +9,6 @@ The loss of a candidate is the squared error of the linears' outputs, `tr(dW H d
 their number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ and its original weights. For one expert at a time: statistics, transform, solvi
 a block that is completely in memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace

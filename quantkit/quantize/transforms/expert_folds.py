@@ -1,7 +1,5 @@
 """Folds inside an expert, found as if the expert were a block: they affect nothing else in its layer."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial

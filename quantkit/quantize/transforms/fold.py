@@ -7,8 +7,6 @@ divided, and all readers of divided inputs are multiplied: linears, all experts 
 no linear. If no other inputs and not the block's output have changed, the scales can be folded.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

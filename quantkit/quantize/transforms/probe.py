@@ -4,8 +4,6 @@ One random linear replaces all experts of a layer. Each expert multiplies its ou
 that changes of routing are visible. The experts' own weights are not needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

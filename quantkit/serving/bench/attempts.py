@@ -1,7 +1,5 @@
 """Alternatives that are measured in turn. A failed alternative is reported and not tried again."""
 
-from __future__ import annotations
-
 import gc
 import textwrap
 from collections.abc import Callable, Sequence

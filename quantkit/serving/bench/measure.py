@@ -1,8 +1,6 @@
 """Checkpoints, read from their headers, and rounds over all of them: A B A B…, each in a worker process. So a
 disturbance of the machine slows all of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Peak memory of this process, or of torch's allocator on an accelerator."""
 
-from __future__ import annotations
-
 import re
 import resource
 import sys

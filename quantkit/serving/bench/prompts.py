@@ -1,8 +1,6 @@
 """Prompts of random tokens. Cost depends only on their number, except in mixtures of experts: routers spread
 random tokens more evenly over experts than text."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 

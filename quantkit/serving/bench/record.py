@@ -1,7 +1,5 @@
 """The versioned JSON of a benchmark: `quantkit.bench/3`, described in bench-3.json."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict

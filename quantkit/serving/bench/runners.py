@@ -5,8 +5,6 @@ and of the cache, and `packed`, whether weights should stay quantized. `load` lo
 one batch.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The flags of `quantkit bench` and of its subcommands attention and batching."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import Any, ClassVar

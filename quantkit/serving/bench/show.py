@@ -1,7 +1,5 @@
 """The report of a benchmark: size, loss and speed of each checkpoint, as a table, a page and plots."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any

@@ -10,8 +10,6 @@ It reads the pickled arguments of `measure` from stdin and writes a line of JSON
 A separate process makes peak memory exact. If the system kills it for memory, the parent can report that.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

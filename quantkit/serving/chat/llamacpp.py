@@ -3,8 +3,6 @@
 quantkit renders the chat template: llama.cpp would run the file's template in this process without limits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

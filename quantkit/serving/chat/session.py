@@ -4,8 +4,6 @@ A saved conversation is a line of JSON: {"messages": [{"role", "content"}, …]}
 `--calibration FILE.jsonl` reads such files.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """The flags of `quantkit chat`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

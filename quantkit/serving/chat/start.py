@@ -1,7 +1,5 @@
 """Start of a conversation: chooses and loads the engine, determines the sampling settings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

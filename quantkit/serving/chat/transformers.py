@@ -1,7 +1,5 @@
 """A conversation through transformers' `generate`, with a KV cache that is kept between turns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date

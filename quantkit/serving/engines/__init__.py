@@ -1,7 +1,5 @@
 """Programs that run checkpoints, one file each; an engine is imported only when it is used."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from quantkit.errors import RESOURCES, QuantkitError

@@ -5,8 +5,6 @@ takes one. `choose_local` is for commands that load models in their own process.
 program on the PATH or a package that Python finds counts as installed.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

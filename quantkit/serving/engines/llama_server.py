@@ -5,8 +5,6 @@
 The wheel contains the server but no program to start it. LLAMA_API_KEY sets the key, as in `llama-server`.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

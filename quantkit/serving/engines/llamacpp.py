@@ -4,8 +4,6 @@ Timings are llama.cpp's own, in milliseconds: `prompt_ms` for `prompt_n` compute
 more were cached), `predicted_ms` for `predicted_n` new tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from datetime import date
 from importlib import import_module, metadata

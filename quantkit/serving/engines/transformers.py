@@ -1,7 +1,5 @@
 """Runs a checkpoint in transformers: quantized weights with a client's kernels, or decoded weights."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

@@ -1,7 +1,5 @@
 """The command that starts each engine's server; users can run it in their own shell."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

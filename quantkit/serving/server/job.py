@@ -1,7 +1,5 @@
 """Prepares an engine's command for a checkpoint, and compares the engine with quantkit's decode."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

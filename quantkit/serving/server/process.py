@@ -3,8 +3,6 @@
 The terminal sends Ctrl-C only to quantkit's group; quantkit then stops the engine and its children.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

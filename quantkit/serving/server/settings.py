@@ -1,7 +1,5 @@
 """The flags of `quantkit serve`."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 from contextlib import suppress

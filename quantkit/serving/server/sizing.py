@@ -4,8 +4,6 @@ Usable memory is a fraction of the device's free memory. Weights take their size
 pages that `quantkit plan` counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

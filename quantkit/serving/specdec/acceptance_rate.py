@@ -11,8 +11,6 @@ The speed-up assumes that the target checks k + 1 tokens in the time of one. If 
 long, the denominator is k c + v. If α > c, some k gains: k = 1 gains (1 + α) / (1 + c) (corollary 3.9).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

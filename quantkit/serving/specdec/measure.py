@@ -1,7 +1,5 @@
 """Measures drafts: every k and the target alone, interleaved on the same prompts; compares the texts."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import itertools

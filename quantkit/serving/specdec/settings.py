@@ -1,7 +1,5 @@
 """The flags of `quantkit specdec`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

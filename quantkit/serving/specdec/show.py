@@ -1,7 +1,5 @@
 """The printed result: first whether drafting pays, then the figures, then whether the text is unchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

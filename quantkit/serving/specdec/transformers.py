@@ -4,8 +4,6 @@ A hook on the target's forward pass records the tokens to check; a streamer reco
 constant here; by default transformers adapts k and drafts fewer tokens if the draft model is unsure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -16,8 +16,6 @@ that keep the residual up to date:
 | `both_sides.py` | a column in many rows, for the loss `tr(G E H Eᵀ)` of YAQA | coupled by G |
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from quantkit.grids.grid import Grid

@@ -5,8 +5,6 @@ each other. The rows of a block are visited together, column by column, and shar
 column only moves that lower the loss together are made. No visit raises the loss.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

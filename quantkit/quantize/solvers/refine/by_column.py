@@ -8,8 +8,6 @@ rounding. With the kernel of chain.py a run is a whole group and has one launch,
 one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

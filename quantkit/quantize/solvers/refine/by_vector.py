@@ -2,8 +2,6 @@
 the metric H_vv. Each sub-block's scale is chosen after its vectors, the group's scale last. No step raises a
 row's loss."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

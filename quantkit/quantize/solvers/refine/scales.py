@@ -1,7 +1,5 @@
 """The values of a group, and the best common factor of them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

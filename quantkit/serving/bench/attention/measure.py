@@ -5,8 +5,6 @@ machine then slows all of them, so ratios hold where seconds drift. The kernel t
 dispatcher: `sdpa` is a name for several, and torch picks one by dtype, mask, head size and device.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import re

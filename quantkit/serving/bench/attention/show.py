@@ -1,7 +1,5 @@
 """The report of attention measurements."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator
 

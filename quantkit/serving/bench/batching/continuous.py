@@ -5,8 +5,6 @@ background thread (`generate_batch`). This file makes the three calls of that th
 requests arrive on a virtual clock, which has to advance between the calls.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Computation is measured, waiting is skipped. The clock advances by the seconds o
 arrival if no request waits. So even an hour's trace takes only as long as its computation.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

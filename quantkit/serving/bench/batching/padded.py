@@ -4,8 +4,6 @@ transformers' `generate` runs it. Finished sequences go on computing tokens, whi
 start when the whole batch has ended.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Sequence

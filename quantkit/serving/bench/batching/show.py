@@ -1,7 +1,5 @@
 """The report of batching measurements."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Sequence
 

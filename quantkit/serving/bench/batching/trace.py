@@ -7,8 +7,6 @@ All strategies record the same steps, from which `figures` computes padding, idl
 the KV cache that is used (Kwon et al. 2023, PagedAttention, arXiv:2309.06180, figure 2).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
