@@ -712,6 +712,14 @@ def test_too_little_text_is_a_warning_even_when_quiet(quantkit, model, small):
     assert done.code == 0 and re.fullmatch(warning, done.err)
 
 
+def test_a_text_that_a_job_does_not_read_is_said(quantkit, model, small):
+    text = small[1]
+    done = quantkit("nf4", model, *small[:2], "--dry-run")
+    assert f"not reading {text}: with these options nf4 needs no text" in done.err
+    assert f"calibration  none needed: {text} is not read" in " ".join(done.out.splitlines())
+    assert "not read" not in "".join(quantkit("gptq", model, *small, "--dry-run")[1:])
+
+
 # ---- resources
 
 

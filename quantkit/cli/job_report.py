@@ -96,7 +96,7 @@ def print_plans(jobs: Sequence[Job]) -> None:
         "memory": where,
         "disk": f"{megabytes(sum(plan.disk_bytes for plan in plans))} while it runs",
         "computes": computes(asdict(execution), made is not None),
-        "calibration": calibration(made and made.record()),
+        "calibration": calibration(made and made.record(), jobs[0].request.calibration.calibration),
     }
     if len(jobs) == 1 and (expected := seconds(jobs[0])):
         facts["time"] = f"about {duration(expected)}, by a benchmark of this machine"
@@ -190,10 +190,10 @@ def computes(how: dict, calibrated: bool) -> str:
     return words
 
 
-def calibration(made: dict | None) -> str:
-    """Return a phrase that describes a calibration set."""
+def calibration(made: dict | None, asked: str | None = None) -> str:
+    """Return a phrase that describes a calibration set. asked: the text that was given."""
     if made is None:
-        return "none needed"
+        return f"none needed: {asked} is not read" if asked else "none needed"
     return f"{made['samples']} sequences of {made['seqlen']} tokens, {made['source']} text"
 
 

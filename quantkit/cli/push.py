@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags, streams
+from quantkit.models.files import hub
 
 
 @flags.command(shared=("as_json", "quiet"))
@@ -24,6 +25,7 @@ def command(
     revision: Annotated[str | None, typer.Option(help="Branch to write. (default: main)")] = None,
     **values: Any,
 ) -> None:
+    hub.check_target(repo)
     with streams.listener(values["quiet"]) as progress:
         with streams.uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.inspection import publish

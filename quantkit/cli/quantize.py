@@ -48,6 +48,7 @@ def command(method: str) -> Callable[..., None]:
 def _check_early(request: Request, values: dict[str, Any]) -> None:
     """Raise QuantkitError for invalid options, files or outputs, before importing torch takes seconds."""
     request.method.check()
+    request.run.check()
     check_machine(request.run.device, request.run.threads)
     if values["push"]:
         hub.check_target(values["push"])

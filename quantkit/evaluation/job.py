@@ -29,7 +29,7 @@ def measure(
     """
     asked.check()
     chosen = metrics.select(asked.metrics)
-    limits = gates.parse(asked.max_ppl_increase, asked.max_kld, asked.min_top1)
+    limits = gates.parse(*asked.limits)
     caches = list(dict.fromkeys(map(kv_types.named, asked.kv_dtype)))
     gates.check(limits, chosen, (len(models) + len(asked.trials)) * (1 + len(caches)) - 1)
     engine = Engine.find(asked.engine, asked.python, asked.engine_option)

@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass
 from typing import Literal
 
 from quantkit.errors import USAGE, QuantkitError, did_you_mean, nearest, require
+from quantkit.evaluation.comparison import gates
 from quantkit.options import check_value, flag_of, option, parse_tokens, size_bytes, text_column
 from quantkit.quantize import methods
 from quantkit.quantize.prepare import recipe
@@ -92,9 +93,15 @@ class EvalSettings:
         metavar="SIZE",
     )
 
+    @property
+    def limits(self) -> tuple[str | None, ...]:
+        """The texts of the gates."""
+        return self.max_ppl_increase, self.max_kld, self.min_top1
+
     def check(self) -> None:
         """Raise QuantkitError for methods and options of --as that do not exist, options without an engine,
-        and an invalid --max-memory."""
+        and an invalid gate or --max-memory."""
+        gates.parse(*self.limits)
         without = self.engine or not (self.python or self.engine_option)
         require(without, "--python and --engine-option need --engine", "add --engine NAME", USAGE)
         for typed in self.trials:

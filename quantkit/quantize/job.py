@@ -143,6 +143,8 @@ def prepare(
     for warning in filter(None, _warnings(request, skeleton, method, specs, staging.one_file)):
         progress.warn(warning)
 
+    if (text := request.calibration.calibration) and not method.needs:
+        progress.phase(f"not reading {text}: with these options {method.name} needs no text")
     vocabulary = checkpoint.text_config.vocab_size
     loss_size = loss_tokens(request.run.loss_tokens, bool(method.needs), vocabulary)
     calibrated = calibrate(checkpoint, request, progress, loss_size) if method.needs else None
