@@ -121,7 +121,8 @@ class Stages:
         shapes, kept = self.shapes, 0 if self.offloads else self.original
         several = (self.at_once - 1) * shapes.expert_site(self.accelerated) + 2 * shapes.moments
         if self.sees_all:
-            solved = max(self.solve(site) for site in shapes.sites)
+            own = Statistic.HESSIAN in self.needs  # counted with the others
+            solved = max(self.solve(site) - own * site.hessian for site in shapes.sites)
             return shapes.hessians + several + kept + max(shapes.batch, solved, shapes.hessians)
         exact = shapes.block * FLOAT32 * (self.sample > 0 and shapes.narrow)
         peaks = [shapes.hessians + kept + max(shapes.batch, exact + self.rounding)] if self.sample else []
