@@ -101,6 +101,15 @@ def test_help_names_every_option_and_has_examples(quantkit, name):
     assert re.search(rf"Examples:\s+quantkit {name}\b", done.out)
 
 
+def test_examples_in_the_help_can_be_pasted_into_a_shell():
+    root = typer.main.get_command(cli.app)
+    found = [cli.EPILOG, *(command.epilog or "" for command in (*root.commands.values(), *COMMANDS.values()))]
+    lines = [line for text in found for line in text.splitlines() if line.startswith("  ")]
+    assert len(lines) > 80 and any("  # " in line for line in lines)
+    done = subprocess.run(["sh", "-n"], input="\n".join(lines), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_help_shows_common_options_and_help_all_the_rest(quantkit):
     short, whole = quantkit("gptq", "--help").out, quantkit("gptq", "--help-all").out
     for shown in ("--bits", "--output", "--solver", "--head", "--push", "--max-memory", "--help-all"):

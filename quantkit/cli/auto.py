@@ -4,8 +4,8 @@ Examples:
   quantkit auto ./model --bpw 3.5
   quantkit auto ./model --max-size 4GB --engine llama.cpp
   quantkit auto ./model --max-kld 0.02 --engine transformers --text test.txt
-  quantkit auto ./model --bpw 4.25 --sensitivities table.json     (measured once, used for any budget)
-  quantkit auto ./model --bpw 3.5 --recipe-out best.yaml && quantkit run best.yaml     (the same, unsearched)
+  quantkit auto ./model --bpw 4.25 --sensitivities table.json     # measured once, used for any budget
+  quantkit auto ./model --bpw 3.5 --recipe-out best.yaml && quantkit run best.yaml     # the same, unsearched
 
 Never worse: the result is kept only if it beats the best uniform preset of its size on held-out text.
 """

@@ -3,7 +3,7 @@
 Examples:
   quantkit bench ./model ./model-nf4 ./model-Q4_K_M.gguf
   quantkit bench ./model ./model-nf4 --batch 1,4,16 --prompt-tokens 128,512 --tokens 64
-  quantkit bench ./model ./model-nf4 --quality result.json     (of quantkit eval … --json > result.json)
+  quantkit bench ./model ./model-nf4 --quality result.json     # of quantkit eval … --json > result.json
   quantkit bench ./model --batch 1,2,4,8,16,32 --plot batches.svg
   quantkit bench ./model.gguf --engine llama.cpp,transformers --json
 """

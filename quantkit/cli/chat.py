@@ -2,10 +2,10 @@
 
 Examples:
   quantkit chat ./model-gptq-w4g128
-  quantkit chat model-Q4_K_M.gguf --kv-dtype q8_0 --ctx 16384     (through llama.cpp)
+  quantkit chat model-Q4_K_M.gguf --kv-dtype q8_0 --ctx 16384     # through llama.cpp
   quantkit chat ./model --system "Answer in one sentence." --temperature 0
-  quantkit chat ./base-model --raw     (no roles: it goes on from your text)
-  printf 'Hello\\nAnd now?\\n' | quantkit chat ./model --json     (a line of JSON per answer)
+  quantkit chat ./base-model --raw     # no roles: it goes on from your text
+  printf 'Hello\\nAnd now?\\n' | quantkit chat ./model --json     # a line of JSON per answer
 
 In the conversation /help lists its commands; Ctrl-C stops an answer, Ctrl-D leaves.
 """

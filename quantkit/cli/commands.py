@@ -78,7 +78,7 @@ def build(name: str) -> Any:
 
     command.context_settings["token_normalize_func"] = lambda typed: DTYPES.get(typed, typed)
     command.name, command.help = name, summary(name)
-    below = [f"  quantkit {part} --help     ({PARTS[part]})" for part in PARTS if part.startswith(f"{name} ")]
+    below = [f"  quantkit {part} --help     # {PARTS[part]}" for part in PARTS if part.startswith(f"{name} ")]
     paragraphs = ["Subcommands:", *below] if below else []
     command.epilog = "\n\n".join([*paragraphs, examples.replace("\n  ", "\n\n  ")])  # one per example
     return command

@@ -1,9 +1,9 @@
 """Store the same integers in another layout, without any change of a weight.
 
 Examples:
-  quantkit convert ./model-gptq-w4g32 --to awq                 (writes ./model-gptq-w4g32-awq)
+  quantkit convert ./model-gptq-w4g32 --to awq                 # writes ./model-gptq-w4g32-awq
   quantkit convert ./model-gptq-w4g32 --to mlx -o ./model-mlx
-  quantkit convert ./model-gptq-w4g32 --to q4_0                (writes ./model-gptq-w4g32-Q4_0.gguf)
+  quantkit convert ./model-gptq-w4g32 --to q4_0                # writes ./model-gptq-w4g32-Q4_0.gguf
 """
 
 from typing import Annotated, Any

@@ -1,11 +1,11 @@
 """Train scales and norms of a compressed model to predict what the original does.
 
 Examples:
-  quantkit distill ./model ./model-gptq-w3g128     (writes ./model-gptq-w3g128-distilled)
+  quantkit distill ./model ./model-gptq-w3g128     # writes ./model-gptq-w3g128-distilled
   quantkit distill ./model ./model-gptq-w3g128 --dry-run
   quantkit distill ./model model-Q3_K_M.gguf -o better.gguf --eval test.txt
   quantkit distill ./model ./model-nf4 --calibration mine.txt --samples 512 --seqlen 1024
-  quantkit distill ./model ./model-gptq-w2g128 --epochs 0     (block by block alone: constant memory)
+  quantkit distill ./model ./model-gptq-w2g128 --epochs 0     # block by block alone: constant memory
 
 Never worse: a stage that does not lower the divergence from the teacher on held-out text is not kept;
 the exit code is 0 nevertheless.

@@ -2,7 +2,7 @@
 
 Examples:
   quantkit doctor
-  quantkit doctor --json     (to attach to a bug report)
+  quantkit doctor --json     # to attach to a bug report
 """
 
 from typing import Any

@@ -1,15 +1,15 @@
 """Compare checkpoints with the first: perplexity, KL divergence, tasks.
 
 Examples:
-  quantkit eval ./model ./model-gptq-w4g128     (on the shipped held-out text)
+  quantkit eval ./model ./model-gptq-w4g128     # on the shipped held-out text
   quantkit eval ./model ./model-gptq-w4g128 --text test.txt
-  quantkit eval ./model --as nf4 --as int8 --text test.txt     (nothing is written)
-  quantkit eval ./model ./model-gptq-w4g128 --text test.txt --kv-dtype q8_0     (and the cache quantized)
-  quantkit eval ./model ./model-w8a8 --text test.txt --weights-only     (the loss of weights alone)
+  quantkit eval ./model --as nf4 --as int8 --text test.txt     # nothing is written
+  quantkit eval ./model ./model-gptq-w4g128 --text test.txt --kv-dtype q8_0     # and the cache quantized
+  quantkit eval ./model ./model-w8a8 --text test.txt --weights-only     # the loss of weights alone
   quantkit eval ./model ./candidate --text test.txt --ctx 2048 --json > result.json
   quantkit eval ./model ./candidate --text test.txt --html report.html --plot plot.svg
-  quantkit eval ./model ./candidate --card ./candidate     (a table and metadata in its README.md)
-  quantkit eval ./model ./candidate --engine vllm --python ~/vllm/bin/python     (what the engine computes)
+  quantkit eval ./model ./candidate --card ./candidate     # a table and metadata in its README.md
+  quantkit eval ./model ./candidate --engine vllm --python ~/vllm/bin/python     # what the engine computes
   quantkit eval ./model ./candidate --text test.txt --max-ppl-increase 2% --max-kld 0.05
 
 Exit code 7: a gate failed.

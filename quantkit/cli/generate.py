@@ -2,7 +2,7 @@
 
 Examples:
   quantkit generate ./model-gptq-w4g128 -p "Once upon a time"
-  quantkit generate ./model ./model-nf4 ./model-gptq-w4g128 -p "The sea"     (side by side)
+  quantkit generate ./model ./model-nf4 ./model-gptq-w4g128 -p "The sea"     # side by side
   quantkit generate org/chat-model -p "What is a Hessian?" --chat -n 200
   echo "The sea" | quantkit generate ./model -p - --json
 """

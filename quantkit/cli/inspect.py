@@ -2,9 +2,9 @@
 
 Examples:
   quantkit inspect ./model-gptq-w4g128
-  quantkit inspect org/name                   (a hub id: its headers only)
-  quantkit inspect ./model.gguf --deep        (reads every value, too)
-  quantkit inspect ./model ./model-gptq-w4g128     (largest differences)
+  quantkit inspect org/name                   # a hub id: its headers only
+  quantkit inspect ./model.gguf --deep        # reads every value, too
+  quantkit inspect ./model ./model-gptq-w4g128     # largest differences
 """
 
 from functools import partial

@@ -2,9 +2,9 @@
 
 Examples:
   quantkit plan ./model --gpu rtx-3090
-  quantkit plan org/name --gpu a100-40g --ctx 32768 --kv-dtype fp8     (headers only are fetched)
+  quantkit plan org/name --gpu a100-40g --ctx 32768 --kv-dtype fp8     # headers only are fetched
   quantkit plan --params 70B --vram 48 --bandwidth 960
-  quantkit plan --params 671B-A37B --gpu h200 --gpus 8     (37 of 671 billion parameters are active)
+  quantkit plan --params 671B-A37B --gpu h200 --gpus 8     # 37 of 671 billion parameters are active
   quantkit plan ./model --gpu h100-80g --format gptq --json
 """
 

@@ -24,7 +24,7 @@ def examples(method: str) -> str:
     return f"""Examples:
   quantkit {method} ./model
   quantkit {method} org/name -o ./out --calibration text.txt --seqlen 2048
-  quantkit {method} ./model --resume     (after an interruption)"""
+  quantkit {method} ./model --resume     # after an interruption"""
 
 
 def command(method: str) -> Callable[..., None]:

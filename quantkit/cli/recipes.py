@@ -3,7 +3,7 @@
 Examples:
   quantkit recipes list
   quantkit recipes show gptq-w4 > mine.yaml
-  quantkit recipes init gptq -o mine.yaml     (every option, with its help)
+  quantkit recipes init gptq -o mine.yaml     # every option, with its help
 """
 
 import sys

@@ -1,8 +1,8 @@
 """Turn results of eval and bench into one HTML page.
 
 Examples:
-  quantkit report result.json -o report.html     (of quantkit eval … --json > result.json)
-  quantkit report monday.json tuesday.json -o report.html --png     (same text, same first model)
+  quantkit report result.json -o report.html     # of quantkit eval … --json > result.json
+  quantkit report monday.json tuesday.json -o report.html --png     # same text, same first model
 """
 
 from pathlib import Path

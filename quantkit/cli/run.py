@@ -3,7 +3,7 @@
 Examples:
   quantkit run gptq-w4 ./model
   quantkit run recipe.yaml org/name --set quant.bits=3 --set quant.sym=false
-  quantkit run recipe.yaml --resume     (after an interruption)
+  quantkit run recipe.yaml --resume     # after an interruption
 """
 
 from typing import Annotated, Any

@@ -1,7 +1,7 @@
 """Generate calibration text with the model itself; no dataset is needed.
 
 Examples:
-  quantkit sample ./model                                   (writes model-own.jsonl)
+  quantkit sample ./model                                   # writes model-own.jsonl
   quantkit gptq ./model --calibration model-own.jsonl --seqlen 512
   quantkit sample org/model --samples 512 --seqlen 1024 --device cuda -o own.jsonl
 """

@@ -1,12 +1,12 @@
 """Start an OpenAI-compatible server with vLLM, llama.cpp, transformers or mlx-lm.
 
 Examples:
-  quantkit serve ./model                       (the engine follows from the layout and from what is here)
+  quantkit serve ./model                       # the engine follows from the layout and from what is here
   quantkit serve ./model.gguf --port 8080 --ctx 4096 --parallel 8
-  quantkit serve ./model --print               (the engine's own command, and nothing is started)
-  quantkit serve ./model --check --port 0      (compare, start, ask for one completion, stop: for CI)
+  quantkit serve ./model --print               # the engine's own command, and nothing is started
+  quantkit serve ./model --check --port 0      # compare, start, ask for one completion, stop: for CI
   QUANTKIT_API_KEY=… quantkit serve ./model-gptq --engine vllm --host 0.0.0.0
-  quantkit serve ./model -- --log-level info   (what follows -- is the engine's)
+  quantkit serve ./model -- --log-level info   # what follows -- is the engine's
 """
 
 import json

@@ -2,9 +2,9 @@
 
 Examples:
   quantkit specdec ./model ./model-nf4
-  quantkit specdec ./model ./small-model prompt-lookup --prompt-text novel.txt     (side by side)
+  quantkit specdec ./model ./small-model prompt-lookup --prompt-text novel.txt     # side by side
   quantkit specdec ./model ./model-gptq-w2 --k 1,2,3,4,6 --tokens 128 --json
-  quantkit specdec ./model ./model-nf4 --temperature 1     (sampled text)
+  quantkit specdec ./model ./model-nf4 --temperature 1     # sampled text
 """
 
 from functools import partial

@@ -1,10 +1,10 @@
 """Check a checkpoint for damage, and measure the error of every linear again.
 
 Examples:
-  quantkit verify ./model-gptq-w4g128                     (files, values, codes)
-  quantkit verify ./model-gptq-w4g128 --base ./model      (and every linear's error, measured again)
-  quantkit verify ./model-gptq-w4g128 --engine vllm       (and what the engine computes)
-  quantkit verify ./model-gptq-w4g128 --base ./model --reproduce 2   (and two blocks, solved again)
+  quantkit verify ./model-gptq-w4g128                     # files, values, codes
+  quantkit verify ./model-gptq-w4g128 --base ./model      # and every linear's error, measured again
+  quantkit verify ./model-gptq-w4g128 --engine vllm       # and what the engine computes
+  quantkit verify ./model-gptq-w4g128 --base ./model --reproduce 2   # and two blocks, solved again
   quantkit verify ./model-Q4_K_M.gguf --json
 """
 
