@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from test_verify import reseal
 
 from quantkit import api
+from quantkit.cli.verify import _again
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, VERIFICATION
 from quantkit.quantize.calibrate import capture
 from quantkit.quantize.progress import SILENT
@@ -74,6 +75,8 @@ def test_an_honest_output_is_reproduced(place, audit, tmp_path, name):
     assert made["verdict"] == "identical" and made["seed"] == 3
     assert len(made["blocks"]) == 1 < made["of_blocks"]
     assert sum(row["codes"] for row in made["linears"]) and not any(r["different"] for r in made["linears"])
+    (block,) = made["blocks"]
+    assert _again(made).startswith(f"1 of {made['of_blocks']} blocks (block {block + 1}; seed 3): ")
 
 
 @pytest.fixture

@@ -240,11 +240,12 @@ def test_a_gguf_file_carries_the_sum_of_its_tensors(tiny_model, make, quantkit, 
     assert done.code == VERIFICATION and "error: out.gguf was changed\n" in done.err
 
 
-def test_what_others_wrote_is_read_all_the_same(tiny_model, make):
+def test_what_others_wrote_is_read_all_the_same(tiny_model, make, quantkit):
     model = tiny_model("llama", tokenizer="bos")
     found = make("verify", model)
     assert found["files"] == [] and found["problems"] == []
     assert "files were not compared with sums: it has no quantkit.json" in found["notes"]
+    assert quantkit("verify", model).out.endswith("There are no checksums to compare the files with.\n")
 
 
 def test_what_was_distilled_has_sums_and_no_errors_of_before(written, tiny_model, make, tmp_path):

@@ -19,6 +19,7 @@ from quantkit.errors import USAGE, count, name_all, require
 from quantkit.evaluation.settings import EvalSettings
 
 SOUND = "No damage found. Checksums detect corruption, not tampering."
+UNSUMMED = "No damage found in the values. There are no checksums to compare the files with."
 AUDITED = {  # by verdict
     "identical": "No damage found. The blocks solved again are identical.",
     "equivalent": "No damage found. The blocks solved again on this other machine are as good.",
@@ -100,15 +101,16 @@ def _show(record: dict[str, Any]) -> None:
     for problem in record["problems"][1:]:  # the first is the error
         print_line(console, f"wrong: {problem}", "yellow")
     if not record["problems"] and (not made or made["agrees"]):
-        print_line(console, AUDITED[done["verdict"]] if done else SOUND)
+        print_line(console, AUDITED[done["verdict"]] if done else SOUND if record["files"] else UNSUMMED)
 
 
 def _again(done: dict[str, Any]) -> str:
     """Return what came of the blocks that were solved again."""
-    rows, seed = done["linears"], f"(seed {done['seed']})"
+    rows, blocks = done["linears"], [str(index + 1) for index in done["blocks"]]
     same = [row for row in rows if row["identical"]]
-    said = f"blocks {name_all(map(str, done['blocks']))} of {done['of_blocks']} {seed}: {len(same)} of "
-    said += f"{count(len(rows), 'linear')} bit for bit"
+    named = f"{'block' if len(blocks) == 1 else 'blocks'} {name_all(blocks)}; seed {done['seed']}"
+    said = f"{len(blocks)} of {count(done['of_blocks'], 'block')} ({named}): "
+    said += f"{len(same)} of {count(len(rows), 'linear')} bit for bit"
     if len(same) == len(rows):
         return said
     different, codes = (sum(row[key] for row in rows) for key in ("different", "codes"))

@@ -173,7 +173,8 @@ def _compared(
     require(not unlike, what, "audit a file of another type", UNSUPPORTED)
     there = sorted({spec.block for spec in solved if not spec.embedding})
     chosen = sorted(random.Random(seed).sample(there, min(blocks or len(there), len(there))))
-    progress.phase(f"solving {len(chosen)} of {count(len(there), 'block')} again")
+    solving = f"solving {len(chosen)} of {count(len(there), 'block')} again"
+    progress.phase(f"{solving}; the run ends with block {chosen[-1] + 1}")
     with job.staging.opened(job.fingerprint, resume=False, lasting=False), watched(job.checkpoint):
         loop = _Again(job, stored, chosen, exact, progress)
         loop.through([index not in chosen for index in range(chosen[-1] + 1)])
@@ -184,10 +185,12 @@ def _compared(
 
 
 class _Steps(Progress):
-    """Passes the steps of a job on, without the warnings that it gave when it ran first."""
+    """Passes the steps of a job on, without the warnings that it gave when it ran first. No block counts
+    as done: the blocks before a chosen one run again."""
 
     def __init__(self, progress: Progress):
-        self.phase, self.start, self.block = progress.phase, progress.start, progress.block
+        self.phase, self.block = progress.phase, progress.block
+        self.start = lambda blocks, done: progress.start(blocks, 0)
 
 
 class _Again(Loop):
