@@ -239,8 +239,8 @@ def test_settings_that_are_none(setting, words):
 @pytest.mark.parametrize(
     ("content", "code", "words"),
     [
-        (None, 3, ["mine.yaml", "No such file", *recipe.shipped()]),
-        (b"method: rtn", 2, ["mine.yaml", "not a recipe for gptq"]),
+        (None, 3, ["no recipe mine.yaml ", *recipe.shipped()]),
+        (b"method: rtn", 2, ["mine.yaml is a recipe for rtn quantkit run mine.yaml MODEL"]),
         (b"quant: {bits: 4}", 2, ["has no method"]),
         (b"", 2, ["has no method"]),
         (b"- gptq", 2, ["has no method"]),

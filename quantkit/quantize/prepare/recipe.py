@@ -74,7 +74,8 @@ def read(name: str) -> tuple[Path, str]:
             did_you_mean(nearest(name, shipped()))
             + f"shipped recipes: {', '.join(shipped())}; or give a YAML file"
         )
-        raise QuantkitError(f"no recipe {name}: {error.strerror}", hint, NOT_FOUND) from error
+        why = "" if isinstance(error, FileNotFoundError) else f": {error.strerror}"
+        raise QuantkitError(f"no recipe {name}{why}", hint, NOT_FOUND) from error
     except UnicodeDecodeError as error:
         raise _not_yaml(str(path), error) from error
 
@@ -95,7 +96,7 @@ def parse(name: str, path: Path | str, text: str, method: str | None = None) -> 
         raise QuantkitError(f"{path} has no method", "begin it with 'method: gptq'", USAGE)
     named = str(content["method"])
     if method and named != method:
-        raise QuantkitError(f"{path} is not a recipe for {method}", "run it with its own method", USAGE)
+        raise QuantkitError(f"{name} is a recipe for {named}", f"quantkit run {name} MODEL", USAGE)
     try:
         valid = keys(named)
     except QuantkitError as error:
