@@ -444,7 +444,7 @@ def test_sizes_are_read(text, size):
     "options, message",
     [
         ({}, "no budget is given"),
-        ({"bpw": 3.0, "max_kld": 0.1}, "2 budgets are given"),
+        ({"bpw": 3.0, "max_kld": 0.1}, "^--bpw and --max-kld are 2 budgets$"),
         ({"bpw": -1.0}, "--bpw -1 is invalid"),
         ({"max_size": "many"}, "--max-size 'many' is not a size"),
         ({"max_size": "4"}, "--max-size 4 has no unit"),

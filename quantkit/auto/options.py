@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantkit.capacity.question import Question
-from quantkit.errors import USAGE, QuantkitError, one_of
+from quantkit.errors import USAGE, QuantkitError, one_of, require
 from quantkit.models.files.gguf_shards import base_name
 from quantkit.options import check_value, flag_of, option, parse_tokens, size_bytes
 from quantkit.quantize.methods import _options as method_options
@@ -76,10 +76,11 @@ class AutoOptions:
 
     def check(self) -> None:
         """Raise QuantkitError for an invalid value, or unless exactly one budget is given."""
-        budgets = [name for name in BUDGETS if getattr(self, name) is not None]
-        if len(budgets) != 1:
-            what = "no budget is given" if not budgets else f"{len(budgets)} budgets are given"
-            raise QuantkitError(what, "give --bpw 4.25, --max-size 4GB, --max-kld 0.02 or --gpu NAME", USAGE)
+        budgets = [flag_of(name) for name in BUDGETS if getattr(self, name) is not None]
+        hint = "give --bpw 4.25, --max-size 4GB, --max-kld 0.02 or --gpu NAME"
+        require(budgets, "no budget is given", hint, USAGE)
+        what = f"{' and '.join(budgets)} are {len(budgets)} budgets"
+        require(len(budgets) == 1, what, "give one of them", USAGE)
         Question(gpu=self.gpu, batch=self.batch).check()
         if self.head and self.engine == "llama.cpp":
             raise QuantkitError("--engine llama.cpp searches the head as well", "leave out --head", USAGE)
