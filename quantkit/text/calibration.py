@@ -91,6 +91,8 @@ def load(
         stream, chat_template = _take(tokenizer, usable, calibrating, held_back, bos)
     bos_token = tokenizer.bos_token_id if bos else None
     tokens = _slice(stream, options.samples, seqlen, bos_token)
+    what = f"calibration text {source.name} is empty"
+    require(len(stream), what, "give another text with --calibration", USAGE)
     holds = f"calibration text {source.name} holds {len(stream)} tokens; "
     hint = "give more text with --calibration, or shorter sequences with --seqlen"
     require(len(tokens), f"{holds}one sequence needs {seqlen}", hint, USAGE)
