@@ -63,7 +63,7 @@ def test_the_exit_codes_stand_in_help_and_docs(quantkit):
     [
         ("eval nowhere --text x --json", 3, "no such folder: nowhere"),
         ("inspect nowhere --json", 3, "no such folder: nowhere"),
-        ("gptq model --bits four --json", 2, "invalid value for '--bits'"),
+        ("gptq model --bits four --json", 2, "invalid value for '--bits': 'four' is not a whole number"),
         ("gtpq --json", 2, "no such command 'gtpq'"),
     ],
 )

@@ -47,6 +47,7 @@ STOPS = {
     signal.SIGINT: INTERRUPTED,
     signal.SIGTERM: TERMINATED,
 }  # signals that stop a job, and their exit codes
+KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}  # by pydantic's error
 SIMILAR = 0.75  # least similarity of a name and its misspelling
 
 
@@ -278,6 +279,9 @@ def _is_close(name: str, typed: str) -> bool:
 
 def _parser_error(error: Any) -> QuantkitError:
     offered = getattr(error, "possibilities", None)
+    for wrong in getattr(error.__cause__, "errors", list)()[:1]:  # of pydantic
+        if kind := KINDS.get(wrong["type"].partition("_")[0]):
+            error.message = f"{wrong['input']!r} is not {kind}"
     near = [name for name in offered or () if _is_close(name, getattr(error, "option_name", name))]
     if choice := re.search(r"'(.*?)' is not one of (.*)", error.message):
         near = nearest(choice[1], re.findall(r"'(.*?)'", choice[2]))
