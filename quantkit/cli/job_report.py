@@ -69,12 +69,12 @@ def print_plans(jobs: Sequence[Job]) -> None:
     """Print the plan of each output, then memory, disk space and settings of the whole run."""
     console, plans = Console(highlight=False, markup=False), [job.plan for job in jobs]
     for job in jobs:
+        if refusal := job.refusal:
+            print_facts(console, {"refused": f"{refusal.message}: {refusal.hint}"})
         _print_linears(console, job)
         linears = len([spec for spec in job.specs if not spec.kept])
         facts = {"output": _whole(job.method.output.paths(job.material)), **_sizes(job.plan, linears)}
-        if refusal := job.refusal:
-            facts["refused"] = f"{refusal.message}: {refusal.hint}"
-        elif gguf_shards.existing(job.staging.output):
+        if not refusal and gguf_shards.existing(job.staging.output):
             facts["replaces"] = "the existing output"
         print_facts(console, facts)
     if kept := jobs[0].kept_parameters:

@@ -83,7 +83,9 @@ class Output:
                 split(spec.name)[2],
                 spec.block,
                 (spec.out_features, spec.in_features),
-                spec.grid.describe() if spec.grid else f"16 bit ({spec.kept})",
+                spec.grid.describe().replace(f"groups of {spec.in_features}", "whole rows")
+                if spec.grid
+                else f"16 bit ({spec.kept})",
             )
             for spec in specs
         ]
