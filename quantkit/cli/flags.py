@@ -61,7 +61,7 @@ class Shared:
         None, "Take options from a shipped recipe or a YAML file.", flag="--recipe", names=recipe.shipped()
     )
     dry_run: bool = option(False, "Print the plan and stop. Nothing is loaded or written.")
-    resume: bool = option(False, "Continue an interrupted run of the same job.")
+    resume: bool = option(False, "Continue an interrupted run of the same job, even with --overwrite.")
     overwrite: bool = option(False, "Replace an existing output or staged job.")
     eval_text: Path | None = option(
         None,
