@@ -67,13 +67,17 @@ def test_llama_bench_is_no_server(here):
     assert refused.value.exit_code == UNSUPPORTED and "pip install xllamacpp" in refused.value.hint
 
 
-def test_what_a_layout_needs_beside_the_engine(here):
+def test_what_a_layout_needs_beside_the_engine(here, monkeypatch):
     here()
     told = a_record("gptq", transformers=YES | {"needs": ["optimum", "gptqmodel"]}, vllm=YES)
     with pytest.raises(QuantkitError) as refused:
         choose.choose(told, "transformers")
     assert "it needs optimum, gptqmodel" in refused.value.message
     assert refused.value.hint == "pip install optimum gptqmodel"
+    monkeypatch.setattr(choose, "installed", {"transformers", "optimum", "gptqmodel"}.__contains__)
+    with pytest.raises(QuantkitError, match=r"it needs fastapi, uvicorn, openai$"):
+        choose.choose(told, "transformers")
+    here()
     with pytest.raises(QuantkitError) as refused:
         choose.choose(told)
     assert refused.value.message == "no installed engine can serve m (gptq)"

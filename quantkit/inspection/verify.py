@@ -3,6 +3,7 @@
 A manifest is not signed: verification finds damage and mistakes, not forgery.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def _files(
     def advance(nbytes: int) -> None:
         nonlocal read
         read += nbytes
-        listen("hashing", min(read, whole), whole)
+        listen("hashing, in MB", *(math.ceil(nbytes / 1e6) for nbytes in (min(read, whole), whole)))
 
     if contents.container == "gguf":
         from quantkit.models.files import gguf_file  # `gguf` takes a while to import

@@ -35,7 +35,7 @@ ENGINES = {  # the first that fits is taken
     ),
     "transformers": Server(
         "transformers", ("transformers", "fastapi", "uvicorn", "openai"),
-        "pip install 'transformers[serving]' openai",
+        "pip install 'transformers[serving]' openai (the extra serve)",
     ),
     "mlx": Server("mlx-lm", ("mlx_lm",), "pip install mlx-lm", "mlx_lm.server"),
 }  # fmt: skip
@@ -120,10 +120,11 @@ def _offer(name: str, server: Server, client: Mapping[str, Any], device: str) ->
     if client["option"]:
         return Offer(name, False, f"its server cannot pass {client['option']}, which the layout needs")
     missing = [package for package in client["needs"] if not installed(package)]
-    absent = not all(map(installed, server.packages))
+    absent = [package for package in server.packages if not installed(package)]
     if (absent or missing) and not (server.program and shutil.which(server.program)):
-        steps = [server.install] * absent + [f"pip install {' '.join(missing)}"] * bool(missing)
-        reason = f"it needs {name_all(missing)}" if missing else "it is not installed"
+        steps = [server.install] * bool(absent) + [f"pip install {' '.join(missing)}"] * bool(missing)
+        none = absent == [*server.packages] and not missing
+        reason = "it is not installed" if none else f"it needs {name_all(absent + missing)}"
         return Offer(name, False, reason, " and ".join(steps))
     return Offer(name, loads, note or ("" if loads else "untried"))
 
