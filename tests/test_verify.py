@@ -184,6 +184,9 @@ def test_a_file_that_came_later_is_told(written, make):
     (output / "notes.txt").write_text("mine")
     found = make("verify", output)
     assert found["notes"] == ["1 file came later: notes.txt"] and found["problems"] == []
+    heard: list[tuple] = []
+    verify.verify(str(output), None, lambda *step: heard.append(step))
+    assert ("hashing, in MB", 1, 1) in heard
 
 
 def test_weights_that_were_exchanged_are_found_by_their_error(written, quantkit):
