@@ -162,7 +162,7 @@ def prepared_for(space, source, tmp_path, **options):
     return jobs.job.prepare(
         jobs.job.Request(
             str(source), space.method, jobs.calibration(tmp_path), jobs.RunOptions(threads=1),
-            output=tmp_path / "out.gguf",
+            output=tmp_path / f"out{'.gguf' * (space.method.name == 'gguf')}",
         ),
         jobs.Progress(),
         dry_run=True,

@@ -157,6 +157,12 @@ def test_the_name_of_the_folder_one_stands_in(make, model, small, monkeypatch):
     assert make("gptq", ".", *small, "--dry-run")["output"] == "tiny-gptq-w4g128"
 
 
+def test_a_folder_is_not_named_like_a_gguf_file(refuse, model):
+    error, hint = refuse(2, "nf4", model, "-o", "out.gguf")
+    assert error == "--output out.gguf is the name of a GGUF file, but nf4 writes a folder"
+    assert "quantkit gguf" in hint
+
+
 def test_dry_run_lists_every_linear_and_writes_nothing(quantkit, make, model, small, tmp_path):
     before = jobs.contents(tmp_path)
     record = make("gptq", model, *small, "--exclude", "1.*o_proj", "--dry-run")
