@@ -106,7 +106,10 @@ def test_outliers_that_were_scaled_are_as_far_as_the_manifest_says(tiny_model, m
     ],
 )
 def test_errors_are_those_of_the_manifest(tiny_model, make, tmp_path, family, method, options):
-    model, output = tiny_model(family, tokenizer="bos"), tmp_path / "out.gguf"
+    model, output = (
+        tiny_model(family, tokenizer="bos"),
+        tmp_path / ("out.gguf" if method == "gguf" else "out"),
+    )
     make(method, model, "-o", output, *options)
     found = make("verify", output, "--base", model)
     assert found["schema"] == "quantkit.verify/2" and found["problems"] == []
