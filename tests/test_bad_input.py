@@ -8,6 +8,7 @@ import jobs
 import pytest
 import test_wrappers
 import torch
+from nights import nightly
 
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 EXPERT = "model.layers.1.block_sparse_moe.experts.2"
@@ -106,7 +107,7 @@ def test_a_wrapper_without_its_language_model_is_refused(refuse, place, command)
     assert sorted(place.parent.rglob("*")) == before
 
 
-@pytest.mark.parametrize("method", ["gptq", "fp8", "nf4", "int8"])
+@pytest.mark.parametrize("method", ["fp8", "int8", *nightly("gptq", "nf4")])
 def test_codes_that_no_configuration_speaks_of_are_refused(refuse, quantkit, tmp_path, method, place):
     """Read as they lie, e4m3 and int8 would be weights of another size."""
     families.save_tokenizer(families.save_model(tmp_path / "plain", "llama", **WIDE))
@@ -121,7 +122,7 @@ def test_codes_that_no_configuration_speaks_of_are_refused(refuse, quantkit, tmp
         assert hint.startswith("config.json has no quantization_config")
 
 
-@pytest.mark.parametrize("command", ["gptq", "eval"])
+@pytest.mark.parametrize("command", ["eval", *nightly("gptq")])
 def test_a_router_of_another_shape_among_packed_linears_is_refused(refuse, quantkit, place, command):
     families.save_tokenizer(families.save_model(place.parent / "plain", "mixtral", **WIDE))
     rounded = ("gptq", "plain", "--group-size", 32, "--solver", "rtn", "-o", "model", "-q")

@@ -3,6 +3,7 @@
 import pytest
 from families import FAMILIES, KINDS, save_model, save_tokenizer
 from jobs import quantize
+from nights import by_day
 from published import CONFIGS, gated
 from speed_of_tests import SPEED
 from test_experts_fused import MIXTURES
@@ -35,9 +36,12 @@ def of_config(config: str | dict, device: str | None = None, **asked: int):
     return job.of_model(found, Question(gpu=device, **asked))
 
 
+SHAPED = ["llama", "tied", "qwen2", "gpt2", "phi3", "opt", "falcon", "gpt_neox"]
+
+
 @pytest.mark.processor
 @pytest.mark.parametrize("method", ["int8", "nf4", "gptq", "awq", "gguf"])
-@pytest.mark.parametrize("family", ["llama", "tied", "qwen2", "gpt2", "phi3", "opt", "falcon", "gpt_neox"])
+@pytest.mark.parametrize("family", by_day(SHAPED, ["tied", "gpt2", "phi3"]))
 def test_the_forecast_is_the_plan(family, method, tmp_path, monkeypatch):
     """To the byte: memory, disk and output. The plan knows shapes from the modules of the model."""
     agree(family, method, tmp_path, monkeypatch)

@@ -2,7 +2,7 @@
 
 import pytest
 from chats import FORGETFUL, SAID, TEMPLATE, Fed, begin, converse, silent
-from nights import nightly
+from nights import by_day, nightly
 
 from quantkit.errors import QuantkitError
 
@@ -11,7 +11,7 @@ ANEW = ["mamba2", "jamba", "qwen3_next"]  # recurrent
 
 
 @pytest.mark.parametrize("template", [FORGETFUL, *nightly(TEMPLATE)])
-@pytest.mark.parametrize("family", KEPT)
+@pytest.mark.parametrize("family", by_day(KEPT, ["gemma3", "deepseek_v3"]))
 def test_what_was_fed_is_not_fed_again(talker, family, template):
     """Up to where the prompt differs: the template rewrites history, or the answer has other tokens."""
     session = begin(talker(family, template), tokens=12)

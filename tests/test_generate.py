@@ -40,7 +40,9 @@ def theirs(folder, tokens: int, text: str = PROMPT, **options) -> list[int]:
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "bloom", "falcon", "gpt_neox", "opt"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", "gpt2", "bloom", *nightly("falcon", "gpt_neox", "opt")]
+)
 def test_the_text_is_transformers_own(tiny_model, family):
     folder = tiny_model(family, tokenizer="bos")
     found = made(folder, tokens=24)

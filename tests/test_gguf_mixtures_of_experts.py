@@ -214,7 +214,7 @@ def tensor_bytes(path) -> int:
     return path.stat().st_size - min(info.offset for info in infos.values())
 
 
-@pytest.mark.parametrize("name", ["Q8_0", "Q4_K_M"])
+@pytest.mark.parametrize("name", ["Q4_K_M", *nightly("Q8_0")])
 def test_encoded_files_compute_in_llama_cpp_what_they_decode_to(source, tmp_path, name):
     path = tmp_path / "model.gguf"
     jobs.quantize("gguf", source, path, {"type": (name,), "solver": "rtn", "imatrix": "none"})

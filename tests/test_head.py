@@ -70,7 +70,7 @@ def test_the_head_is_solved_from_the_quantized_model(source, tmp_path):
     assert torch.equal(made.read("lm_head.weight", torch.float32), wanted.weight.values())
 
 
-@pytest.mark.parametrize("layout", ["gptq", "compressed-tensors", "mlx"])
+@pytest.mark.parametrize("layout", ["gptq", "compressed-tensors", *nightly("mlx")])
 def test_every_layout_says_that_the_head_is_packed(source, tmp_path, layout):
     options = OPTIONS | {"layout": layout, "head": 4, "target": "original"}
     jobs.quantize("gptq", source, tmp_path / "out", options, calibration=jobs.calibration(tmp_path), **RUN)

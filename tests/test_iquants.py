@@ -62,7 +62,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES)
+@pytest.mark.parametrize(("name", "kind"), by_day(CASES, [case for case in CASES if case[1] == "wide"]))
 def test_bytes_equal_those_of_ggmls_encoder(name, kind):
     """As scripts/ggml.py digests found them, which asks ggml itself."""
     weight = whole_sub_blocks(rows()) if name == "IQ3_S" else rows()
@@ -76,7 +76,7 @@ def whole_sub_blocks(weight: torch.Tensor) -> torch.Tensor:
 
 @needs_ggml
 @pytest.mark.parametrize("name", LIVE)
-@pytest.mark.parametrize("kind", importances())
+@pytest.mark.parametrize("kind", by_day(importances(), ["none", "zeros"]))
 def test_bytes_equal_ggmls_encoder_on_every_kind_of_row(name, kind):
     weight, importance = weights(), importances()[kind]
     weight = whole_sub_blocks(weight) if name == "IQ3_S" else weight

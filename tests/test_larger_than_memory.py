@@ -282,7 +282,7 @@ OUTSIDE = {  # method, options, whether head and embedding are one matrix
 }
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("name", by_day(OUTSIDE, ["int8", "gptq"]))
 def test_no_job_holds_embedding_or_head(name, tiny_model, tmp_path, read, monkeypatch):
     """Of the source, of the original whose loss is measured, and of the output that is verified: at most
     SLICE_BYTES at a time."""

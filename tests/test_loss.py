@@ -55,7 +55,7 @@ def literal(expected, found):
     return kld.mean().item(), (kld.std() / len(kld) ** 0.5).item(), same.item()
 
 
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("bits", [2, *nightly(4)])
 def test_the_loss_is_that_of_the_models_that_transformers_runs(model, tmp_path, bits):
     arguments = {"calibration": jobs.calibration(tmp_path, 6, 32), "dtype": "float32", "loss_tokens": 200}
     job = jobs.prepare("gptq", model, tmp_path / "out", {**PLAIN, "bits": bits}, **arguments)

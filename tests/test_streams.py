@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from nights import nightly
 from safetensors import SafetensorError
 
 from quantkit import errors
@@ -24,7 +25,7 @@ def shell(command: str, encoding: str = "utf-8") -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("encoding", ["ascii", *nightly("latin-1")])
 def test_other_encodings_get_plain_signs(encoding):
     done = shell("quantkit gguf --help", encoding)
     assert (done.returncode, done.stderr) == (0, b"")

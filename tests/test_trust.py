@@ -7,6 +7,7 @@ import jobs
 import pytest
 import test_wrappers
 import torch
+from nights import nightly
 from transformers.integrations import hub_kernels
 
 from quantkit.errors import QuantkitError
@@ -36,7 +37,7 @@ def test_a_configuration_names_no_kernels(tiny_model, key, value):
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
-@pytest.mark.parametrize("layout", ["nf4", "int8"])
+@pytest.mark.parametrize("layout", ["nf4", *nightly("int8")])
 def test_nor_where_transformers_loads_packed_weights(make, tiny_model, tmp_path, monkeypatch, layout, key):
     pytest.importorskip("bitsandbytes")
     folder, asked = tmp_path / "packed", []
