@@ -265,8 +265,11 @@ def test_no_site_ends_up_worse_than_rounded_to_nearest(tiny_model, family):
 @pytest.mark.parametrize("stored", ("float32", "bfloat16"))
 @pytest.mark.parametrize(
     "family, excluded",
-    [(family, None) for family in FAMILIES]
-    + [("llama", "k_proj"), ("llama", "v_proj"), ("gemma2", "k_proj")],
+    by_day(
+        [(family, None) for family in FAMILIES]
+        + [("llama", "k_proj"), ("llama", "v_proj"), ("gemma2", "k_proj")],
+        [("llama", None), ("phi3", None), ("gpt2", None), ("llama", "v_proj"), ("gemma2", "k_proj")],
+    ),
 )
 def test_the_block_computes_what_it_computed(tiny_model, monkeypatch, family, stored, excluded):
     """Every site that can be scaled is, whether it gains or not. Norms stored in bfloat16 are rounded

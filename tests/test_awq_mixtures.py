@@ -5,7 +5,7 @@ import families
 import jobs
 import pytest
 import torch
-from nights import nightly
+from nights import by_day, nightly
 from test_experts_fused import MIXTURES
 from torch.nn import functional
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
@@ -82,7 +82,11 @@ def test_all_that_reads_the_norm_shares_its_fold(bench, family):
 
 
 @pytest.mark.parametrize(
-    "family, stored", [(family, "float32") for family in SHARED] + [("qwen2_moe", "bfloat16")]
+    "family, stored",
+    by_day(
+        [(family, "float32") for family in SHARED] + [("qwen2_moe", "bfloat16")],
+        [("mixtral", "float32"), ("deepseek_v3", "float32"), ("qwen2_moe", "bfloat16")],
+    ),
 )
 def test_the_block_computes_what_it_computed(bench, monkeypatch, family, stored):
     """Scaled whether it gains or not: by powers of two in bfloat16, which round nothing."""

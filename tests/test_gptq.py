@@ -8,7 +8,7 @@ from itertools import count, product
 
 import pytest
 import torch
-from nights import by_day
+from nights import by_day, nightly
 from reference_gptq import gptq as reference
 from reference_gptq import order_of
 from reference_gptq import refine as reference_refine
@@ -79,11 +79,17 @@ CASES = [  # in_features, grid; the solver's blocks are 128 columns
 ]
 
 
-DAY = [case for case in CASES if case[0] < 320 or case is CASES[8]]  # of the widest, one
+SWEEPS = [(*case, act_order) for case in CASES for act_order in ORDERS]
+ONCE = {1: "none", 7: "group", 8: "full"}  # the widest, and the one of most groups, in one order
+DAY = [
+    (*case, act_order)
+    for number, case in enumerate(CASES[:9])
+    for act_order in ORDERS
+    if act_order == ONCE.get(number, act_order)
+]
 
 
-@pytest.mark.parametrize("act_order", ORDERS)
-@pytest.mark.parametrize("in_features, grid", by_day(CASES, DAY))
+@pytest.mark.parametrize("in_features, grid, act_order", by_day(SWEEPS, DAY))
 def test_sweep_is_the_papers_algorithm(in_features, grid, act_order):
     weight, hessian, expected = settled(in_features, grid, act_order)
     (solved,) = GptqSolver(act_order=act_order, refine=0).solve([weight], [grid], hessian)
@@ -99,7 +105,7 @@ def site():
     return problem(256, rows=16)
 
 
-@pytest.mark.parametrize("bits, group_size", list(product((2, 4), (-1, 16, 64))))
+@pytest.mark.parametrize("bits, group_size", [(2, 16), (4, 64), (4, -1), *nightly((2, 64), (2, -1), (4, 16))])
 def test_beats_rtn_and_tells_its_error(site, bits, group_size):
     weight, inputs, hessian = site
     group_size = 256 if group_size == -1 else group_size
@@ -234,7 +240,7 @@ def test_a_column_is_rounded_as_the_group_is(grid):
     assert ((values - span.t()).abs() <= (nearest - span.t()).abs() + 1e-3 * step.abs()).all()
 
 
-@pytest.mark.parametrize("act_order", ORDERS)
+@pytest.mark.parametrize("act_order", ["group", "full", *nightly("none")])
 def test_linears_of_a_site_are_solved_as_if_alone(act_order):
     grid, other = AffineGrid(4, 128, symmetric=False), AffineGrid(3, 64, symmetric=False)
     weight, hessian, _ = settled(256, grid, act_order, rows=10)
