@@ -51,6 +51,7 @@ PLAIN_Q8 = {"type": ("Q8_0",), "transform": "none", "target": "own", "refine": 0
 OTHERS = ("IQ2", "IQ3")  # see test_gguf_iquants
 OTHERS += ("Q3_K_S", "Q3_K_L", "Q4_K_S", "Q5_K_S", "MXFP4_MOE")  # blocks of the rest, mixed in other ways
 EXPORTED = [name for name in FILE_TYPES if not name.startswith(OTHERS)]
+BY_DAY = ["F32", "BF16", "Q4_0", "Q8_0", "Q2_K", "Q4_K_M", "IQ4_XS", "NVFP4"]  # the others: of the same kinds
 
 
 def raw(path: Path) -> dict[str, np.ndarray]:
@@ -63,12 +64,21 @@ def raw(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def exported(short_demo, tmp_path_factory) -> Path:
-    """A file of each type, `TYPE.gguf`, all made in one pass."""
-    folder = tmp_path_factory.mktemp("exported")
+    """A file of each type that is tested by day, `TYPE.gguf`, all made in one pass."""
+    return export(short_demo, tmp_path_factory.mktemp("exported"), BY_DAY)
+
+
+@pytest.fixture(scope="module")
+def exported_at_night(short_demo, tmp_path_factory) -> Path:
+    """A file of each other type, and the one of floats."""
+    names = ["F32", *(name for name in EXPORTED if name not in BY_DAY)]
+    return export(short_demo, tmp_path_factory.mktemp("exported-at-night"), names)
+
+
+def export(source: Path, folder: Path, names: list[str]) -> Path:
     options = {"solver": "rtn", "imatrix": "none"}
     prepared = [
-        jobs.prepare("gguf", short_demo, folder / f"{name}.gguf", options | {"type": (name,)})
-        for name in EXPORTED
+        jobs.prepare("gguf", source, folder / f"{name}.gguf", options | {"type": (name,)}) for name in names
     ]
     loop.run(prepared, Progress())
     return folder
@@ -79,12 +89,12 @@ def text(short_demo) -> windows.Windows:
     return windows.load(open_checkpoint(str(short_demo)), HELDOUT, CTX, None, TOKENS)
 
 
-DAY = ("F16", "Q4_0", "Q8_0", "Q4_K_M", "Q2_K", "IQ4_XS", "NVFP4")
+DAY = ("Q4_K_M", "IQ4_XS", "NVFP4")
 
 
 @pytest.mark.parametrize("name", by_day(EXPORTED, DAY))
-def test_llama_cpp_has_the_perplexity_that_eval_measures(exported, text, name):
-    path = exported / f"{name}.gguf"
+def test_llama_cpp_has_the_perplexity_that_eval_measures(request, text, name):
+    path = request.getfixturevalue("exported" if name in BY_DAY else "exported_at_night") / f"{name}.gguf"
     checkpoint = open_checkpoint(str(path))
     found = evaluate.evaluate([checkpoint], text, torch.float32, torch.device("cpu"))
     with Llama(path) as llama:
@@ -92,12 +102,15 @@ def test_llama_cpp_has_the_perplexity_that_eval_measures(exported, text, name):
     assert theirs == pytest.approx(found["models"][0]["metrics"]["ppl"]["value"], rel=0.005)
 
 
-def test_every_tensor_has_the_bytes_of_ggml_s_own_encoder(exported):
+@pytest.mark.parametrize("folder", ["exported", *nightly("exported_at_night")])
+def test_every_tensor_has_the_bytes_of_ggml_s_own_encoder(request, folder):
     """llama-quantize starts from a file of floats; so does this, from the one of the same pass."""
-    floats = raw(exported / "F32.gguf")
-    for name in EXPORTED:
-        _, infos = read_header(exported / f"{name}.gguf")
-        bytes_of = raw(exported / f"{name}.gguf")
+    folder = request.getfixturevalue(folder)
+    floats = raw(folder / "F32.gguf")
+    paths = sorted(folder.glob("*.gguf"))
+    assert len(paths) > 5
+    for path in paths:
+        name, (_, infos), bytes_of = path.stem, read_header(path), raw(path)
         for tensor, info in infos.items():
             if tensor.endswith(".scale"):  # of NVFP4's blocks
                 continue
@@ -180,11 +193,11 @@ def test_transformers_decodes_the_file_to_the_same_weights(exported, name):
 
 @pytest.mark.processor
 def test_a_killed_job_goes_on_to_the_same_bytes(tiny_model, tmp_path):
-    model = tiny_model("llama", tokenizer=True, hidden_size=64, intermediate_size=64, num_hidden_layers=3)
+    model = tiny_model("llama", tokenizer=True, hidden_size=64, intermediate_size=64, num_hidden_layers=2)
     whole, out = tmp_path / "whole.gguf", tmp_path / "q4.gguf"
-    arguments = {"options": {"type": ("Q4_0",)}, "calibration": jobs.calibration(tmp_path)}
+    arguments = {"options": PLAIN_Q8 | {"type": ("Q4_0",)}, "calibration": jobs.calibration(tmp_path)}
     jobs.quantize("gguf", model, whole, **arguments)
-    with jobs.interrupted(before=2):
+    with jobs.interrupted(before=1):
         jobs.quantize("gguf", model, out, **arguments)
     assert not out.exists()
     loop.run([jobs.prepare("gguf", model, out, resume=True, **arguments)], Progress())
