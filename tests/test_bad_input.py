@@ -8,7 +8,7 @@ import jobs
 import pytest
 import test_wrappers
 import torch
-from nights import nightly
+from nights import by_day, nightly
 
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 EXPERT = "model.layers.1.block_sparse_moe.experts.2"
@@ -83,7 +83,7 @@ DAMAGE = {  # what is done to a mixture; exit code and what the error says
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", by_day(COMMANDS, ["gptq", "gguf"]))
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_mixture_is_refused_in_one_line(refuse, place, damage, command):
     families.save_tokenizer(families.save_model(place, "mixtral", **WIDE))

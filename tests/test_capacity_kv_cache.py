@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers as hf
 from families import FAMILIES, FURTHER, GROUPED, KINDS, STREAMS, save_model
+from nights import by_day
 from published import CONFIGS
 
 from quantkit.capacity import Unsupported, kv_cache, source
@@ -43,12 +44,11 @@ def test_a_window_bounds_the_cache():
     assert kv_cache.values(gemma, 8192) == 21 * 2 * 8 * 256 * (4096 + 8192)
 
 
-@pytest.mark.parametrize(
-    "dtype, factor", [("float32", 2), ("fp8", 0.5), ("q8_0", 34 / 64), ("q4_0", 18 / 64)]
-)
-def test_precision_of_the_cache(dtype, factor):
-    found = kv_cache.sequence_bytes(caches("Llama-2-13b"), 4096, kv_types.TYPES[dtype].nbytes)
-    assert found == factor * 3.125 * GIB
+def test_precision_of_the_cache():
+    kept = caches("Llama-2-13b")
+    for dtype, factor in (("float32", 2), ("fp8", 0.5), ("q8_0", 34 / 64), ("q4_0", 18 / 64)):
+        found = kv_cache.sequence_bytes(kept, 4096, kv_types.TYPES[dtype].nbytes)
+        assert found == factor * 3.125 * GIB, dtype
 
 
 # ---- the tensors that transformers keeps
@@ -160,7 +160,11 @@ def kept_by_transformers(config) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+DAY = ("llama", "mistral", "gemma3", "gemma3n shared", "gpt_oss", "llama4", "deepseek_v3", "jamba", "mamba2")
+DAY += ("falcon_h1", "qwen3_next", "lfm2", "gpt2", "falcon")
+
+
+@pytest.mark.parametrize("name", by_day(CASES, DAY))
 def test_layers_keep_what_transformers_keeps(name):
     make, arguments = CASES[name]
     config = make(**arguments)
@@ -169,7 +173,7 @@ def test_layers_keep_what_transformers_keeps(name):
     assert counts == kept_by_transformers(config)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", by_day(FAMILIES, DAY))
 def test_headers_tell_what_the_model_keeps(name, tmp_path):
     found = source.read(str(save_model(tmp_path / "m", name)))
     told = layer_caches(replace(found.settings, config=None), found.parameters)

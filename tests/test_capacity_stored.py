@@ -9,6 +9,7 @@ import jobs
 import pytest
 import torch
 from families import FAMILIES, GROUPED, save_model, save_tokenizer
+from nights import by_day
 
 from quantkit.capacity import forecast, formats, parameters, source
 from quantkit.capacity.job import of_model
@@ -183,8 +184,11 @@ def test_what_is_stored_otherwise_is_refused_rather_than_counted_wrongly(tmp_pat
 # ---- GGUF
 
 
+DAY = ("llama", "gpt2", "phi3", "gemma3", "bloom", "mistral")
+
+
 @pytest.mark.processor
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "opt"])
+@pytest.mark.parametrize("family", by_day([name for name in FAMILIES if name != "opt"], DAY))
 def test_a_float_gguf_file_is_planned_as_its_checkpoint(tmp_path, family):
     """But for a window of Mistral's, which llama.cpp does not have."""
     gemma = {"query_pre_attn_scalar": 16, "sliding_window": 16}

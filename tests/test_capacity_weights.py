@@ -6,6 +6,7 @@ import math
 import pytest
 import transformers as hf
 from families import FAMILIES, GATED, GROUPED
+from nights import by_day
 from published import CONFIGS
 
 from quantkit.capacity import Unsupported, formats, gguf_tensors, source
@@ -90,7 +91,10 @@ ROWS = {
 CASES = {name: row for name, row in FAMILIES.items() if name != "opt"} | ROWS
 
 
-@pytest.mark.parametrize("name", CASES)
+DAY = ("llama", "gpt2", "phi3", "gemma3", "bloom", "falcon", *ROWS)
+
+
+@pytest.mark.parametrize("name", by_day(CASES, DAY))
 def test_gguf_tensors_are_those_of_the_exporter(name):
     make, arguments = CASES[name]
     wide = {key: value for key, value in WIDE.items() if key in arguments and name not in ROWS}

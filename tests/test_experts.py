@@ -128,9 +128,8 @@ def test_an_expert_that_nobody_reached_has_the_layers_statistics():
     ("method", "options"),
     [
         ("gptq", jobs.GPTQ),
-        *nightly(("gptq", jobs.GPTQ | {"layout": "compressed-tensors"}), ("nf4", {})),
+        *nightly(("gptq", jobs.GPTQ | {"layout": "compressed-tensors"}), ("nf4", {}), ("int8", {})),
         ("awq", {"group_size": 32, "candidates": 4}),
-        ("int8", {}),
     ],
 )
 def test_jobs_take_mixtures(family, method, options, mixture, tmp_path):

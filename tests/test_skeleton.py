@@ -273,7 +273,7 @@ def test_every_wrong_shape_is_named_before_anything_is_loaded(tiny_model, monkey
 # Sites
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_day(FAMILIES, [*DAY, "bloom", "opt"]))
 def test_sites(tiny_model, family):
     skeleton = open_skeleton(tiny_model(family))
     hidden = skeleton.embed(tokens(1, 8))
