@@ -8,7 +8,7 @@ import pytest
 import torch
 from blocks import open_skeleton
 from families import KINDS, STREAMS
-from nights import by_day
+from nights import by_day, nightly
 from sums import assert_sums
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -55,7 +55,7 @@ def test_streamed_logits_equal_the_whole_models(tiny_model, kind):
         assert (skeleton.logits(row) - expected).abs().max() <= 1e-4
 
 
-DAY = ("mixtral", "jamba", "qwen3_next", "gemma3n", "bart")
+DAY = ("jamba", "qwen3_next", "gemma3n", "bart")
 
 
 @pytest.mark.parametrize("kind", by_day(ALL, DAY))
@@ -95,7 +95,7 @@ def check_tokens_per_expert(seen, rows: list[dict]) -> None:
     assert seen.starved == len(narrow)
 
 
-@pytest.mark.parametrize("sequential", ["suspend", "repeat"])
+@pytest.mark.parametrize("sequential", ["suspend", *nightly("repeat")])
 def test_batches_of_several_streams_do_not_mix(tiny_model, tmp_path, sequential):
     """Many batches at once inside a block, each with embeddings, keys and values of its own: the job verifies
     that the first batch computes alone what it did among others."""
@@ -141,7 +141,7 @@ def test_linears_that_no_token_enters_are_rounded_to_nearest(tiny_model, tmp_pat
     assert set(summary.fallbacks.values()) == {UNREACHED} and len(summary.fallbacks) == 8
 
 
-@pytest.mark.parametrize("sequential", ["suspend", "repeat"])
+@pytest.mark.parametrize("sequential", ["suspend", *nightly("repeat")])
 def test_a_linear_called_twice_is_solved_for_both_inputs(tiny_model, tmp_path, monkeypatch, sequential):
     """The job verifies that what it wrote computes what it saw."""
 
