@@ -61,7 +61,7 @@ def test_the_split_keeps_what_plain_int8_loses(twin, written):
     (plain / "config.json").write_text(json.dumps(config))
 
     checkpoints = [open_checkpoint(str(folder)) for folder in (twin, plain, written)]
-    windows = windows_of.load(checkpoints[0], HELDOUT, ctx=128, stride=None, limit=1024)
+    windows = windows_of.load(checkpoints[0], HELDOUT, ctx=128, stride=None, limit=512)
     found = evaluate.evaluate(checkpoints, windows, torch.float32, torch.device("cpu"))
     plain, split = (model["metrics"]["kld"]["mean"] for model in found["models"][1:])
     assert plain > 5 * split and 0 < split < 0.02

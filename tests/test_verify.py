@@ -2,7 +2,10 @@
 
 import json
 import shutil
+from pathlib import Path
 
+import families
+import jobs
 import pytest
 import torch
 from nights import nightly
@@ -118,11 +121,20 @@ def test_errors_are_those_of_the_manifest(tiny_model, make, tmp_path, family, me
     assert {row["state"] for row in found["files"]} == {"same"}
 
 
+@pytest.fixture(scope="module")
+def nf4(tmp_path_factory):
+    """A model, and what nf4 made of it."""
+    folder = tmp_path_factory.mktemp("nf4")
+    model = families.save_tokenizer(families.save_model(folder / "llama", "llama"), bos=True)
+    jobs.quantize("nf4", model, folder / "out", loss_tokens=None)
+    return model, folder / "out"
+
+
 @pytest.fixture
-def written(tiny_model, make, tmp_path):
-    """A model, what nf4 made of it, and the file of its weights."""
-    model, output = tiny_model("llama", tokenizer="bos"), tmp_path / "out"
-    make("nf4", model, "-o", output)
+def written(nf4, tmp_path):
+    """A model, a copy of what nf4 made of it, and the file of its weights."""
+    model, made = nf4
+    output = Path(shutil.copytree(made, tmp_path / "out"))
     return model, output, output / "model.safetensors"
 
 
