@@ -612,7 +612,7 @@ def test_what_fits_is_chosen_before_anything_is_loaded(far, make, source):
     ],
 )
 def test_a_job_takes_what_was_planned(far, tiny_model, method, states):
-    model = tiny_model("llama", tokenizer=True, hidden_size=128, intermediate_size=384, num_hidden_layers=2)
+    model = tiny_model("llama", tokenizer=True, hidden_size=128, intermediate_size=384, num_hidden_layers=1)
     name, *rest = METHODS[method]
     asked = [name, model, *rest, "--states", states, "-q"]
     if "--samples" in rest:

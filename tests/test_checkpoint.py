@@ -492,11 +492,12 @@ def test_what_the_hub_refuses_is_an_error_with_a_way_out(stand_in, tmp_path):
     assert {answer["code"] for answer in (gated, absent, revision, broken)} == {NOT_FOUND}
 
 
-@pytest.mark.parametrize("failure", ["cut", "portal"])
-def test_a_connection_that_fails_halfway_is_an_error(stand_in, tmp_path, failure):
-    (error,) = resolve_elsewhere(tmp_path, stand_in.url, [{"source": f"org/{failure}"}])
-    assert error["message"].startswith(f"org/{failure} is not a local folder and could not be fetched: ")
-    assert error["code"] == NOT_FOUND and error["hint"]
+def test_a_connection_that_fails_halfway_is_an_error(stand_in, tmp_path):
+    names = "org/cut", "org/portal"
+    errors = resolve_elsewhere(tmp_path, stand_in.url, [{"source": name} for name in names])
+    for name, error in zip(names, errors, strict=True):
+        assert error["message"].startswith(f"{name} is not a local folder and could not be fetched: ")
+        assert error["code"] == NOT_FOUND and error["hint"]
 
 
 def test_a_hub_that_cannot_be_reached_is_an_error(tmp_path):

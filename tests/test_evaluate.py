@@ -274,12 +274,12 @@ def test_a_trial_measures_like_what_it_would_write(tiny_model, text):
     assert planned == pytest.approx(stored, rel=1e-3) and stored < 7
 
 
-def test_a_gguf_file_is_measured_beside_its_source(demo_model, tmp_path):
+def test_a_gguf_file_is_measured_beside_its_source(short_demo, tmp_path):
     path = tmp_path / "demo.gguf"
-    words = f"gguf {demo_model} -t Q8_0 --solver rtn --imatrix none -o {path} -q --json"
+    words = f"gguf {short_demo} -t Q8_0 --solver rtn --imatrix none -o {path} -q --json"
     assert CliRunner().invoke(cli.app, words.split()).exit_code == 0
-    windows = windows_of.load(open_checkpoint(str(demo_model)), HELDOUT, 128, None, 256)
-    found = evaluation([demo_model, path], windows, chosen=NO_FLOOR)["models"][1]
+    windows = windows_of.load(open_checkpoint(str(short_demo)), HELDOUT, 128, None, 256)
+    found = evaluation([short_demo, path], windows, chosen=NO_FLOOR)["models"][1]
     assert 0 < found["metrics"]["kld"]["mean"] < 0.001
     assert (
         found["size"]["bits_per_quantized_weight"] == 8.5

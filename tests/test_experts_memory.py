@@ -18,7 +18,7 @@ from quantkit.quantize.staging import parts
 from quantkit.quantize.staging.folder import Staging
 
 IDS = torch.arange(40).view(5, 8) * 5 % 90 + 4
-EXPERTS = 6
+EXPERTS = 4
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_local_experts": EXPERTS}
 SMALL = {"group_size": 32, "refine": 0}
 AWQ = {"group_size": 32, "candidates": 4}
