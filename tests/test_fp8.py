@@ -242,12 +242,12 @@ def test_options_that_make_no_sense():
 @pytest.mark.parametrize(
     "options", [{}, {"block": 128}, {"layout": "deepseek"}, {"format": "mxfp8"}], ids=str
 )
-def test_a_job_rounds_every_linear_to_nearest(options, demo_model, tmp_path):
+def test_a_job_rounds_every_linear_to_nearest(options, short_demo, tmp_path):
     """The job itself has run what it wrote, inputs rounded; here are its values."""
-    jobs.quantize("fp8", demo_model, tmp_path / "out", options)
-    written, source = open_checkpoint(str(tmp_path / "out")), open_checkpoint(str(demo_model))
+    jobs.quantize("fp8", short_demo, tmp_path / "out", options)
+    written, source = open_checkpoint(str(tmp_path / "out")), open_checkpoint(str(short_demo))
     method = methods.create("fp8", **options).build()
-    for linear in ("model.layers.0.self_attn.k_proj", "model.layers.5.mlp.down_proj"):
+    for linear in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"):
         weight = source.read(f"{linear}.weight").float()
         expected = rtn.quantize(weight, method.make_grid(linear, weight.shape[1], None)).values()
         assert torch.equal(written.read(f"{linear}.weight"), expected)
@@ -307,19 +307,19 @@ def test_what_was_typed_wrongly_is_told_before_what_is_in_the_way(demo_model, tm
     "asked",
     ["fp8,block=128", "w8a8,solver=rtn,transform=none", *nightly("fp8,format=mxfp8", "fp4,solver=rtn")],
 )
-def test_a_trial_with_options_computes_what_the_written_model_does(demo_model, tmp_path, asked):
+def test_a_trial_with_options_computes_what_the_written_model_does(short_demo, tmp_path, asked):
     method, *settings = asked.split(",")
     options = {
         key: int(value) if value.isdecimal() else value for key, value in (s.split("=") for s in settings)
     }
-    jobs.quantize(method, demo_model, tmp_path / "out", options)
-    source, cpu = open_checkpoint(str(demo_model)), torch.device("cpu")
+    jobs.quantize(method, short_demo, tmp_path / "out", options)
+    source, cpu = open_checkpoint(str(short_demo)), torch.device("cpu")
     tried = StreamedModel.open(source, torch.float32, cpu, Trial.prepare(asked, source))
     written = StreamedModel.open(open_checkpoint(str(tmp_path / "out")), torch.float32, cpu)
     ids = [torch.arange(16)[None]]
     (expected,), (found,) = (model.states(ids, lambda *_: None) for model in (written, tried))
     assert torch.equal(found, expected)
-    assert tried.name == f"{demo_model} as {asked}"
+    assert tried.name == f"{short_demo} as {asked}"
 
 
 @pytest.mark.parametrize(

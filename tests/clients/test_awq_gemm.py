@@ -21,7 +21,7 @@ CASES = {
     "qwen2 tied": Case({"group_size": 32}, "qwen2 tied", method="awq", loader="awq"),
     "opt": Case({"group_size": 32}, "opt", method="awq", loader="awq"),
 }
-DAY = ("groups of 128", "exclude", "qwen2 tied")
+DAY = ("exclude", "qwen2 tied")
 
 
 @pytest.mark.parametrize("name", by_day(CASES, DAY))

@@ -36,7 +36,7 @@ CASES = {
         tolerance=NF4,
     ),
 }
-DAY = ("int8", "int8, exclude", "nf4", "nf4, kernel", "nf4, exclude", "nf4, tied")
+DAY = ("int8, exclude", "nf4, kernel", "nf4, tied")
 
 
 @pytest.mark.parametrize("name", by_day(CASES, DAY))

@@ -27,7 +27,9 @@ CASES = {
     "asymmetric, gptq_v2, gptqmodel": Case(
         {"sym": False, "checkpoint_format": "gptq_v2"}, loader="gptqmodel", dtype="float16"
     ),  # which refuses asymmetric version 1 unless its own name stands in `meta.quantizer`
-    "asymmetric, 3 bit, act order": Case({"sym": False, "bits": 3, "act_order": "full", "group_size": 64}),
+    "asymmetric, 3 bit, act order, shards": Case(
+        {"sym": False, "bits": 3, "act_order": "full", "group_size": 64}, max_shard_gb=0.0005
+    ),
     "channel": Case({"group_size": -1}),
     "shards": Case(max_shard_gb=0.0005),
     "exclude": Case(exclude=(r"layers\.0\.", r"layers\.1\.mlp\.down_proj")),
@@ -46,8 +48,8 @@ CASES = {
         {"group_size": 32, "head": 8}, "qwen2", loader="gptqmodel", dtype="float16"
     ),
 }
-DAY = ("4 bit", "4 bit, gptqmodel", "act order", "3 bit", "asymmetric", "asymmetric, gptq_v2, gptqmodel")
-DAY += ("shards", "override, gptqmodel", "qwen3_moe", "head", "head, gptqmodel")
+DAY = ("4 bit", "asymmetric, 3 bit, act order, shards", "asymmetric, gptq_v2, gptqmodel")
+DAY += ("override, gptqmodel", "qwen3_moe", "head, gptqmodel")
 
 
 @pytest.mark.parametrize("name", by_day(CASES, DAY))
@@ -82,13 +84,14 @@ def test_verify_finds_the_head_that_transformers_fills_with_random_numbers(folde
     assert made["agrees"] == agrees and (made["difference"] < 1e-5 if agrees else made["difference"] > 0.1)
 
 
-@pytest.mark.cases("shards", "4 bit", "act order", "asymmetric")
+@pytest.mark.cases("4 bit", "asymmetric, 3 bit, act order, shards")
 def test_cases_are_what_they_say(folders):
     """Shards are several files, act order scatters the groups, and the decode is not the source's weight."""
-    assert len(list(folders["shards"].glob("model-*.safetensors"))) > 2
+    several = "asymmetric, 3 bit, act order, shards"
+    assert len(list(folders[several].glob("model-*.safetensors"))) > 2
     name = "model.layers.1.mlp.down_proj"
-    for case, scattered in (("4 bit", False), ("act order", True)):
+    for case, scattered in (("4 bit", False), (several, True)):
         g_idx = open_checkpoint(str(folders[case])).load(f"{name}.g_idx")
         assert (g_idx.diff() < 0).any() == scattered
-    zeros = open_checkpoint(str(folders["asymmetric"])).load(f"{name}.qzeros")
+    zeros = open_checkpoint(str(folders[several])).load(f"{name}.qzeros")
     assert len(zeros.unique()) > 10

@@ -38,7 +38,7 @@ CASES = {
     "deepseek": fp8("fp8", layout="deepseek"),
     "deepseek, exclude": replace(fp8("fp8", layout="deepseek"), exclude=(r"layers\.0\.",)),
 }
-DAY = ("rows, compressed", "rows, dequantized", "blocks, compressed", "static, compressed", "cache")
+DAY = ("rows, compressed", "blocks, compressed", "static, compressed", "cache")
 DAY += ("mx, compressed", "deepseek")
 COMPARED = [name for name in CASES if name not in ("cache", "mx, compressed")]
 

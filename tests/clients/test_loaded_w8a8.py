@@ -24,7 +24,7 @@ CASES = {
     "qwen2": w8a8("compressed", "qwen2"),  # biases
     "exclude": replace(w8a8("compressed"), exclude=(r"layers\.0\.",)),
 }
-DAY = ("compressed", "dequantized", "exclude")
+DAY = ("dequantized", "exclude")
 
 
 @pytest.mark.parametrize("name", by_day(CASES, DAY))
