@@ -154,7 +154,7 @@ METHODS = {
 }
 
 
-DAY = {"gptq", "nvfp4 inputs", "int8", "awq"}
+DAY = {"gptq", "nvfp4 inputs", "int8", "w8a8", "awq"}
 TWO_BLOCKS = ("gptq", "gptq repeat", "gptq original", "fp8 static", "nf4")  # others: one, columns cost
 
 
