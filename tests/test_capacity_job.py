@@ -12,6 +12,7 @@ from quantkit.capacity import duration, job, source, speed
 from quantkit.capacity.question import Question
 from quantkit.capacity.speed import of_machine  # not the one that conftest.py puts in its place
 from quantkit.errors import QuantkitError
+from quantkit.grids import parallel
 from quantkit.layouts import Statistic
 from quantkit.models.machine import memory as machine_memory
 from quantkit.models.machine import processor
@@ -22,6 +23,7 @@ from quantkit.quantize import methods
 from quantkit.quantize.prepare import memory
 from quantkit.quantize.prepare.shapes import Shapes
 from quantkit.quantize.progress import Progress
+from quantkit.quantize.solvers import replay
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 
@@ -285,6 +287,10 @@ def test_the_peak_is_the_sum_of_what_each_stage_says():
     assert stages.solve(shapes.sites[-1]) == 4 * 8**2 * 9 // 4 + 22 * 32 < expected["sites"]
     assert stages.computing() == expected
     assert memory.peak_memory(stages).host == memory.LOADED_LATER_BYTES + 2 * 100 + sum(expected.values())
+
+
+def test_limits_of_the_solvers_are_those_that_are_planned():
+    assert (memory.GRAPHED, memory.SEARCH_VALUES) == (replay.LARGEST, parallel.WHOLE)
 
 
 def test_inputs_of_the_original_model_are_freed_site_by_site():

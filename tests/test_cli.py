@@ -181,7 +181,7 @@ def test_dry_run_lists_every_linear_and_writes_nothing(quantkit, make, model, sm
     ]
     rows = {line.split()[0]: line.split() for line in done.out.splitlines() if " × " in line}
     assert rows.keys() == LINEARS.keys()
-    assert rows["mlp.down_proj"][1:] == "0-1 128 × 128 4 bit, groups of 128".split()
+    assert rows["mlp.down_proj"][1:] == "0-1 128 × 128 4 bit, whole rows".split()
     assert "16 bit (--exclude 1.*o_proj)" in done.out
     assert "float8 e4m3, whole rows" in quantkit("fp8", model, "--dry-run", "-q").out
 

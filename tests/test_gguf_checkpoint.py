@@ -226,6 +226,6 @@ def test_a_quantized_file_is_a_source_only_on_demand(tiny_model, tmp_path, monke
 
 
 def test_an_output_over_the_source_is_refused(llama_file):
-    for output in (llama_file, llama_file.parent):
-        error = error_of(jobs.prepare, "nf4", llama_file, output)
+    for method, output in (("gguf", llama_file), ("nf4", llama_file.parent)):
+        error = error_of(jobs.prepare, method, llama_file, output)
         assert "holds the source" in error.message

@@ -127,9 +127,10 @@ class Stages:
         exact = shapes.block * FLOAT32 * (self.sample > 0 and shapes.narrow)
         peaks = [shapes.hessians + kept + max(shapes.batch, exact + self.rounding)] if self.sample else []
         for site in shapes.sites:
-            others, routed = several * site.routed, site.routed
+            others = several * site.routed
             peaks.append(self.measured(site) + others + shapes.batch + kept + exact)
-            kept -= 0 if routed or not kept else site.width * self.sampled
+            if kept and not site.routed:
+                kept -= site.width * self.sampled
             exact = max(0, exact - FLOAT32 * site.weights)
             peaks.append(self.solve(site) + others + kept + exact)
         return max(peaks)
