@@ -114,10 +114,10 @@ class Stages:
 
     @property
     def sites(self) -> int:
-        """calibrate/, solvers/: the sites of a transform's sample together; then one after another, measured
-        and solved. Until its site is solved, a linear that a transform changed is kept in float32 as well.
-        Until its site is measured, so are the original model's inputs. A transform that sees all tokens
-        measures all sites, scales their Hessians and solves them."""
+        """calibrate/, solvers/: the largest peak of measuring and solving sites. A transform by a sample
+        first measures all sites together. Then one site after another is measured and solved; the inputs of
+        the original model are freed when their site is measured, and float32 copies of transformed weights
+        when it is solved. A transform that sees all tokens keeps the Hessians of all sites until the end."""
         shapes, kept = self.shapes, 0 if self.offloads else self.original
         several = (self.at_once - 1) * shapes.expert_site(self.accelerated) + 2 * shapes.moments
         if self.sees_all:
@@ -137,8 +137,8 @@ class Stages:
 
     @property
     def graphs(self) -> int:
-        """solvers/replay.py: what an accelerator keeps until the end, for each shape of two groups: weights,
-        errors and codes, the columns of a run (columns.py), and two parts of the Hessian."""
+        """solvers/replay.py: an accelerator keeps buffers for each shape until the end: weights, errors and
+        codes of two groups, the columns of a run (columns.py), and two parts of the Hessian."""
         kept, shapes = 0, {site.weights: site for site in self.shapes.sites}
         if self.accelerated and self.feeds_back and Statistic.HESSIAN in self.needs:
             for site in shapes.values():
