@@ -158,7 +158,7 @@ class DriftSums:
         self.halves = torch.zeros(2, width, in_features, device=device)
 
     def add(self, exact: Tensor, factor: Tensor, counterpart: Counterpart) -> None:
-        """Add a batch. factor: the same batch in the dtype of matrix products."""
+        """Add a batch. factor: the same batch in the dtype of matrix products; may be changed in place."""
         self.tokens += len(exact)
         missing = _difference(counterpart.inputs.reshape(exact.shape), exact)
         if self.outputs:
@@ -168,7 +168,8 @@ class DriftSums:
         factor = factor.float() if factor.dtype == torch.float16 else factor  # needs more exponents
         if self.weighted:
             scale = counterpart.scale.reshape(-1, 1).float().clamp(min=TINY)
-            missing, factor = missing / scale, torch.div(factor, scale, out=torch.empty_like(factor))
+            missing.div_(scale)
+            factor = torch.div(factor, scale, out=torch.empty_like(factor) if factor is exact else factor)
         self.hessian.add(factor)
         half = len(exact) // 2
         for sums, span in zip(self.halves, (slice(0, half), slice(half, None)), strict=True):
@@ -225,18 +226,18 @@ class SiteSums:
         factor = exact if exact.itemsize == 2 and widens(exact.device) else exact.float()
         rows = exact.float() if self.sums.keys() - {Statistic.HESSIAN} else factor
         with narrow_products(exact):
-            if counterpart is not None:
-                if self.drifting is None:
-                    outputs = counterpart.weight is not None
-                    width = len(counterpart.weight) if outputs else self.in_features
-                    kind = width, outputs, counterpart.scale is not None
-                    self.drifting = DriftSums(self.in_features, self.device, *kind)
-                self.drifting.add(exact, factor, counterpart)
+            if counterpart is not None and self.drifting is None:
+                outputs = counterpart.weight is not None
+                width = len(counterpart.weight) if outputs else self.in_features
+                kind = width, outputs, counterpart.scale is not None
+                self.drifting = DriftSums(self.in_features, self.device, *kind)
             for kind, sums in self.sums.items():
                 if kind is not Statistic.HESSIAN:
                     sums.add(rows)
                 elif counterpart is None or self.drifting.weighted:
                     sums.add(factor)
+            if counterpart is not None:  # last, because it changes `factor`
+                self.drifting.add(exact, factor, counterpart)
 
     def finish(self) -> SiteStatistics:
         """Return the averaged statistics of all ranks. The accumulator cannot be used afterwards."""
