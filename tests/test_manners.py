@@ -331,6 +331,30 @@ def test_a_bar_tells_what_remains_not_what_has_passed(monkeypatch):
     bar.close()
 
 
+@pytest.mark.parametrize("listener", (Lines, Live))
+def test_counts_that_alternate_keep_their_own_time(listener, monkeypatch):
+    """The search for bits counts units, and the predictions of each walk between them."""
+    now = [100.0]
+    monkeypatch.setattr("quantkit.cli.progress.time.monotonic", lambda: now[0])
+    progress = listener()
+    for what, done, seconds, left in (
+        ("units", 4, 0, None),  # an earlier run measured four
+        ("units", 6, 20, "00:40"),
+        ("predictions", 0, 0, None),
+        ("predictions", 5, 10, "00:10"),
+        ("predictions", 10, 10, "00:00"),
+        ("units", 7, 0, "00:40"),
+        ("predictions", 0, 0, None),
+    ):
+        now[0] += seconds
+        progress.counting(what, done, 10)
+        if listener is Live:
+            assert progress._bar.tasks[0].fields["left"] == f"left {left or '--:--'}"
+        else:
+            assert progress._doing == f"{what}: {done} of 10 done" + (f", left {left}" if left else "")
+    progress.close()
+
+
 def test_a_full_disk_is_no_mistake_of_ours():
     with open("/dev/full", "w") as full:
         done = subprocess.run(

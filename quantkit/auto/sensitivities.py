@@ -20,6 +20,7 @@ from quantkit.models.files import atomic, untrusted
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.fingerprint import differences
 
+MEASURING = "measuring sensitivities"
 USUAL = "usual"  # folder of the usual weights of blocks
 SCHEMA = "quantkit.sensitivities/3"
 ANEW = "leave out --sensitivities to measure anew"
@@ -116,8 +117,9 @@ def measure(auto: Auto, progress: Progress, saved: Sensitivities | None = None) 
     solving = Solving(auto, outside, folder)
 
     def report() -> None:
-        progress.counting("measuring sensitivities", next(done), total)
+        progress.counting(MEASURING, next(done), total)
 
+    progress.phase(MEASURING)
     report()
     compared = partial(progress.counting, "comparing predictions")
     inputs = skeleton, missing, tokens, statistics, solving, auto.streams, report, compared

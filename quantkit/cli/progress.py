@@ -28,6 +28,7 @@ class Quiet(Progress):
         self.console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
         self._warned: set[str] = set()
         self._step = ""
+        self._counts: dict[str, tuple[float, int]] = {}  # when each count began, and at what
         self._time_from(0, 0)
 
     def step(self, number: int, total: int) -> None:
@@ -50,8 +51,18 @@ class Quiet(Progress):
         """Begin to measure the time of a step, when `done` of `total` steps are done."""
         self._began, self._first, self._total = time.monotonic(), done, total
 
+    def _counted(self, what: str, done: int, total: int) -> bool:
+        """Measure a count's time from its own beginning (counts may alternate). Return whether it begins."""
+        begins = not done or what not in self._counts
+        if begins:
+            self._counts[what] = time.monotonic(), done
+        (self._began, self._first), self._total = self._counts[what], total
+        if done == total:
+            del self._counts[what]
+        return begins
+
     def _left(self, done: int) -> str:
-        """Return the estimated time left, from the steps since `_time_from`."""
+        """Return the estimated time left, from the steps since `_time_from` or the count's beginning."""
         if done <= self._first:
             return "--:--"
         each = (time.monotonic() - self._began) / (done - self._first)
@@ -116,9 +127,10 @@ class Lines(Quiet):
         self._errors = []
 
     def counting(self, what: str, done: int, total: int) -> None:
-        if done <= 1:
+        if self._counted(what, done, total):
             self._do(what)
-        self._doing = f"{what}: {done} of {total} done"
+        left = f", left {self._left(done)}" if done > self._first else ""
+        self._doing = f"{what}: {done} of {total} done{left}"
 
     def evaluating(self, source: str, done: int, total: int) -> None:
         super().evaluating(source, done, total)
@@ -144,7 +156,7 @@ class Live(Quiet):
             console=self.console,
             transient=True,
         )
-        self._counted = ""
+        self._shown = ""
         self._task = None
         self.phase("starting")
         self._bar.start()
@@ -174,10 +186,9 @@ class Live(Quiet):
         self._reach(index + 1)
 
     def counting(self, what: str, done: int, total: int) -> None:
-        if done == 0 or what != self._counted:
-            self._counted = what
+        if self._counted(what, done, total) or what != self._shown:
+            self._shown = what
             self.phase(what, total)
-            self._time_from(done, total)
         self._reach(done)
 
     def close(self) -> None:
