@@ -76,7 +76,9 @@ def test_massive_tokens_do_not_decide_the_move(dtype):
     short[::50] = 1000 * inputs[::50].float() @ randn(WIDTH, ROWS, seed=7)
     sums = SiteSums(WIDTH, torch.device("cpu"))
     for part in cut(torch.arange(TOKENS), TOKENS):
-        sums.add(inputs[part], Counterpart(inputs[part], weight, short[part], scale[part]))
+        batch, missing = inputs[part], short[part]
+        sums.add(batch, Counterpart(batch, weight, missing, scale[part]))
+        assert torch.equal(batch, inputs[part]) and torch.equal(missing, short[part]), "the model's own"
     statistics, inputs = sums.finish(), inputs.float()
     assert_sums(statistics.hessian, 2 * inputs.T @ inputs / TOKENS, rel=1e-5)
     (moved,) = move([weight], statistics)
