@@ -1,6 +1,5 @@
 """Compares an engine's probabilities with those of quantkit's decode of the same checkpoint."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +19,6 @@ TOKENS = 256  # of the sequence that `check` compares
 FEWER = {"llama.cpp": 64}  # it says the probabilities of one token at a time, as text
 LEAST = 1e-4  # nats per token: divergences up to here are products in 16 bit, whatever the noise
 FACTOR = 10  # times the noise: kernels round at other places. Measured: 0.7 to 2, int4 in vLLM 6, K-quants 8
-SHARE = 0.02  # of the engine's loss: less is no fault. vLLM rounds inputs of int4 experts to 8 bits: 0.005
 ROUNDED = 3  # the same where clients round inputs. Measured: 0.8 to 1.2, with sums that overflow 8.8
 OTHERWISE = (
     "no file was changed: the original model or the calibration text is another than the job's, or the "
@@ -51,22 +49,18 @@ def check(engine: Engine, checkpoints: Sequence[Checkpoint], listen: Listener) -
     """Compare an engine with quantkit's decode on one sequence of the held-out text; return JSON.
 
     `difference` is the mean KL divergence in nats per token, `bound` the largest that counts as rounding:
-    FACTOR or ROUNDED times the noise, and at least LEAST and SHARE of the engine's loss (`lost`). The noise
-    is the divergence of quantkit's decode from itself in the engine's dtype (`arithmetic`) or, if larger, of
-    the engine from quantkit's decode of the original model (`original`). The original is the second of the
-    checkpoints; without it, `lost` and `original` are None. Raises Declined if the engine does not load one.
+    FACTOR or ROUNDED times the noise, and at least LEAST. The noise is the divergence of quantkit's decode
+    from itself in the engine's dtype (`arithmetic`) or, if larger, of the engine from quantkit's decode of
+    the original model, the second of the checkpoints (`original`). Raises Declined if the engine does not
+    load one.
     """
-    original = base = None
-    if checkpoints[1:]:
-        said, base = _difference(engine, checkpoints[1], listen)
-        original = said["difference"]
-    made, _ = _difference(engine, checkpoints[0], listen, base)
+    (facts, arithmetic, tokens), *others = (_difference(engine, each, listen) for each in checkpoints)
+    difference, original = facts["difference"]["mean"], others[0][0]["difference"]["mean"] if others else None
     factor = ROUNDED if _rounds_inputs(checkpoints[0]) else FACTOR
-    lost = made["lost"] if base and math.isfinite(made["lost"]) else 0.0
-    bound = max(LEAST, factor * max(made["arithmetic"], original or 0.0), SHARE * lost)
-    made |= {"original": original, "bound": bound, "agrees": made["difference"] <= bound}
-    lacking = (math.inf, -math.inf)  # in JSON, as is NaN
-    return {key: None if value in lacking or value != value else value for key, value in made.items()}
+    bound = max(LEAST, factor * max(arithmetic, original or 0.0))
+    noise = {"tokens": tokens, "arithmetic": arithmetic, "original": original}
+    made = facts | noise | {"difference": difference, "bound": bound, "agrees": difference <= bound}
+    return {key: None if value != value else value for key, value in made.items()}  # JSON has no NaN
 
 
 def refuse(record: dict, base: str | None = None) -> None:
@@ -90,26 +84,17 @@ def _rounds_inputs(checkpoint: Checkpoint) -> bool:
     return checkpoint.layout is not None and checkpoint.layout.rounds_inputs
 
 
-def _difference(
-    engine: Engine, checkpoint: Checkpoint, listen: Listener, base: evaluate.Measured | None = None
-) -> tuple[dict, evaluate.Measured]:
-    """Return what the engine says of itself, with `difference` from quantkit's decode, `arithmetic`, the
-    divergence of that decode from itself in the engine's dtype (in float16 if it is float32 and inputs are
-    rounded), `tokens`, and `lost`, the engine's divergence from `base`; and quantkit's decode."""
+def _difference(engine: Engine, checkpoint: Checkpoint, listen: Listener) -> tuple[dict, float, int]:
+    """Return an engine's difference from quantkit's decode, the divergence of that decode from itself in the
+    engine's dtype (in float16 if it is float32 and inputs are rounded), and the number of tokens."""
     tokens, chosen = FEWER.get(engine.name, TOKENS), frozenset({"kld"})
     ctx = min(tokens, checkpoint.context or tokens)
     text = windows.load(checkpoint, None, ctx, limit=ctx)
     model = StreamedModel.open(checkpoint, torch.float32, torch.device("cpu"))
     decoded = evaluate.run(model, text, listen)
-    scores, facts = evaluate.in_engine(engine, decoded, text, base, chosen, listen)
+    scores, facts = evaluate.in_engine(engine, decoded, text, None, chosen, listen)
     dtype = DTYPES.get(facts["dtype"], torch.bfloat16)
     if dtype == torch.float32 and _rounds_inputs(checkpoint):
         dtype = torch.float16  # a sum in another order rounds some inputs otherwise, and then many
     floor = evaluate.measure_floor(decoded, scores, text, chosen, listen, dtype)
-    found = {
-        "difference": facts["difference"]["mean"],
-        "tokens": text.protocol.tokens,
-        "arithmetic": floor["metrics"]["kld"]["mean"],
-        "lost": scores.kld.double().mean().item() if base else None,
-    }
-    return facts | found, decoded
+    return facts, floor["metrics"]["kld"]["mean"], text.protocol.tokens
