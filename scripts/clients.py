@@ -134,7 +134,7 @@ def vllm(name: str, args: argparse.Namespace, root: Path) -> str:
     return (
         f"{table(HEADER, rows)}\nKL divergences in nats per token, over 1,016 tokens of heldout.txt. OK: "
         "`verify --engine` finds no fault. "
-        f"coarse: it finds one, of at most {COARSE:.0%} of *compression changed*.\n"
+        f"coarse: it does, but the divergence is at most {COARSE:.0%} of *compression changed*.\n"
     )
 
 
