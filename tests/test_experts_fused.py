@@ -83,7 +83,8 @@ def test_streamed_logits_equal_the_whole_models(mixture, family):
     [
         ("nf4", "granitemoe"),
         ("gptq", "gpt_oss"),
-        *nightly(("nf4", "gpt_oss"), ("nf4", "llama4"), ("gptq", "llama4")),
+        ("nf4", "llama4"),  # its ids move to the device of the embedding's weight, which stays on disk
+        *nightly(("nf4", "gpt_oss"), ("gptq", "llama4")),
     ],
 )
 def test_what_is_written_has_experts_one_by_one_and_evaluates(mixture, make, tmp_path, family, method):

@@ -173,7 +173,8 @@ def test_a_rehearsal_has_a_result_of_every_stage(tmp_path, monkeypatch):
         pytest.skip("a rehearsal runs on the double")
     monkeypatch.setattr(on_device, "METHODS", ["nf4"])
     monkeypatch.setattr(on_device, "JOBS", {"gptq": "gptq --transform none", "nf4": "nf4"})
-    monkeypatch.setattr(on_device, "LARGE", ("nf4",))
+    for stage in ("LARGE", "WHOLE"):
+        monkeypatch.setattr(on_device, stage, ("nf4",))
     kept = ("GPTQModel gptq", "quantkit gptq unscaled")
     monkeypatch.setattr(others, "PEERS", {name: others.PEERS[name] for name in kept})
     monkeypatch.setattr(others, "decode", lambda run: {})

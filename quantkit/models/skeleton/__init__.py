@@ -123,7 +123,9 @@ class Skeleton:
         tensors, stored = self.model.state_dict(), self.names.stored.keys() | self.names.joined.keys()
         apart = self.rows_away() if away else {}
         state = {
-            name: tensor.to("meta") if name in apart.values() else self.read(name, tensor).to(self.device)
+            name: rows.Away(tensor, self.device)
+            if name in apart.values()
+            else self.read(name, tensor).to(self.device)
             for name, tensor in sorted(tensors.items(), key=lambda item: self._loader.offset(item[0]))
             if name in stored and not name.startswith(self.names.blocks + ".")
         }
@@ -264,8 +266,8 @@ class Skeleton:
 
     def free(self) -> None:
         """Release the memory of the whole model; its parameters return to the meta device."""
-        self.model.to("meta")
         rows.forget(self.model)
+        self.model.to("meta")
 
     def free_block(self, index: int) -> None:
         """Release the memory of block `index`; its parameters return to the meta device. If

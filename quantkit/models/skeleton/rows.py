@@ -33,6 +33,19 @@ def can_stay_away(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) or type(module) is nn.Linear
 
 
+class Away(nn.Parameter):
+    """A weight on the meta device that gives the device that computes, to which Llama 4 moves its ids."""
+
+    def __new__(cls, like: Tensor, device: torch.device) -> Away:
+        self = super().__new__(cls, like.detach().to("meta"), requires_grad=False)
+        self.computing = device
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        return self.computing
+
+
 def stay_away(module: nn.Embedding | nn.Linear, rows: Rows) -> None:
     """Make an embedding or a head fetch the rows of its weight."""
     module.forward = partial(_look_up if isinstance(module, nn.Embedding) else _multiply, module, rows)
@@ -41,7 +54,8 @@ def stay_away(module: nn.Embedding | nn.Linear, rows: Rows) -> None:
 def forget(model: nn.Module) -> None:
     """Release the rows of embedding and head, which an accelerator's model keeps in host memory."""
     for module in filter(can_stay_away, model.modules()):
-        vars(module).pop("forward", None)
+        if vars(module).pop("forward", None) and isinstance(module.weight, Away):
+            module.weight = nn.Parameter(module.weight.detach(), requires_grad=False)
 
 
 @dataclass(frozen=True)
@@ -84,7 +98,7 @@ def install(model: nn.Module, names: Collection[str], rows: Rows, device: torch.
     if away:
         for owner, _ in owners:
             stay_away(owner, rows)
-    parameter = nn.Parameter(values, requires_grad=False)
+    parameter = Away(values, device) if away else nn.Parameter(values, requires_grad=False)
     for owner, leaf in owners:
         setattr(owner, leaf, parameter)
 
