@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.errors import USAGE, QuantkitError, count
+from quantkit.errors import USAGE, QuantkitError, count, name_all
 from quantkit.grids.ggml import TYPES, named
 from quantkit.layouts import Layout, LinearSpec, Statistic
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, separate_scale, vanished
@@ -165,6 +165,8 @@ class GgufOutput(Output):
             head = next(t for name in (OUTPUT, EMBEDDING) for t in rest if t.name == name)
             has_solver = types[head.name] in TYPES
             encoded = [target for target in rest if target is not head or not has_solver]
+            if encoded:
+                progress.phase("encoding " + name_all(target.name for target in encoded))
             blobs = {
                 target.name: self._encoded(target, checkpoint, [types[target.name]], None, progress)[0][0]
                 for target in encoded
@@ -172,6 +174,7 @@ class GgufOutput(Output):
             if has_solver:
                 progress.phase("measuring inputs of the output matrix")
                 statistics = measure_head()
+                progress.phase(f"solving {head.name}")
                 weight, tied, grid = head.read(checkpoint), head.name == EMBEDDING, named(types[head.name])
                 layout = material.layout
                 solved, fallback = solved_rows(weight, grid, layout, material, solver, statistics, tied)
