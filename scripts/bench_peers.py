@@ -71,7 +71,7 @@ CASES = (  # in the order in which they are run
     Case("bitsandbytes", "bitsandbytes", ("int8",), {"method": "int8"}),
     Case("AutoRound, 50 iterations", "autoround", (4,), {"method": "signround", "iterations": 50}),
     Case("llama-quantize, imatrix", "llamacpp", FILES),
-    Case("AutoRound, 200 iterations", "autoround", (4,), {"method": "signround", "iterations": 200}),
+    Case("AutoRound, 200 iterations", "autoround", (4, 3), {"method": "signround", "iterations": 200}),
     Case("llm-compressor FP8_DYNAMIC", "llmcompressor", ("fp8",), {"method": "FP8_DYNAMIC"}),
     Case("llm-compressor NVFP4A16", "llmcompressor", ("nvfp4",), {"method": "NVFP4A16"}),
     quantkit("gptq", (4, 3, 8, 2), "gptq"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.grids.parallel import for_each, rows_at_once
+from quantkit.grids.parallel import for_each, rows_per_piece
 
 # Each grid's own frozen dataclass of tensors: exactly the values that will be stored. Dimension 0 counts
 # rows, `[rows, ...]` for one group of columns; a matrix has its groups in dimension 1, `[out, groups, ...]`.
@@ -224,7 +224,7 @@ def by_rows(work: Callable[..., Tensor], out: Tensor, *parts: Tensor) -> Tensor:
     Temporaries as large as a weight would cost more in page faults than the work itself.
     """
     widest = max(part[:1].numel() for part in (out, *parts))
-    rows = rows_at_once(out.device, widest)
+    rows = rows_per_piece(out.device, widest)
     pieces = list(zip(out.split(rows), *(part.split(rows) for part in parts), strict=True))
     for_each(lambda target, *arguments: target.copy_(work(*arguments)), pieces)
     return out

@@ -2,8 +2,8 @@
 
 torch splits each operation over its threads. Every operation then has a hand-over, and the data leaves the
 cache between two operations. Here a thread takes one piece through the whole chain. Operations release the
-interpreter's lock, so Python threads suffice. Results do not depend on the number of threads, because one
-thread computes each piece.
+interpreter's lock, so Python threads suffice. Results do not depend on the number of threads, because a piece
+is some rows, and each row is computed alone.
 """
 
 import os
@@ -31,6 +31,13 @@ def rows_at_once(device: torch.device, width: int, temporaries: int = 1) -> int:
     """
     elements = (CACHEFUL if device.type == "cpu" else WHOLE) // temporaries
     return max(1, elements // max(1, width))
+
+
+def rows_per_piece(device: torch.device, width: int) -> int:
+    """Return how many rows of `width` elements make a piece. Several threads take larger ones: between two
+    operations a thread needs the interpreter's lock, and waiting for it costs more than a fuller cache."""
+    several = torch.get_num_threads() > 1 or getattr(_worker, "busy", False)
+    return rows_at_once(device, width) * (2 if several else 1)
 
 
 def for_each(work: Callable[..., None], pieces: Sequence[tuple]) -> None:
@@ -65,7 +72,7 @@ def for_each(work: Callable[..., None], pieces: Sequence[tuple]) -> None:
 def by_chunks(work: Callable[[slice], T], weight: Tensor) -> list[T]:
     """Return the results of `work` on slices of the rows of `weight [rows, in]` that fit the cache, in
     order."""
-    rows = rows_at_once(weight.device, weight.shape[1])
+    rows = rows_per_piece(weight.device, weight.shape[1])
     slices = [slice(start, start + rows) for start in range(0, len(weight), rows)]
     results: list = [None] * len(slices)
 

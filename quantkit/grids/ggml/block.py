@@ -21,7 +21,8 @@ class Blocks:
     """ggml blocks in an encoder. Each block is a column, so that one pass over memory handles all of them.
 
     x: float32 `[group_size, blocks]`, row by row of the matrix. importance: the same shape, or None. per_row:
-    number of ggml blocks in a row of the matrix. quick: fewer scales may be tried than in ggml.
+    number of ggml blocks in a row of the matrix. quick: fewer scales may be tried than in ggml, and errors
+    may be weighed by importance alone.
     """
 
     x: Tensor
@@ -104,8 +105,8 @@ class BlockGrid(WholeLevels):
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Any:
         """Return parameters for ggml blocks `weight [rows, group_size]`, found as ggml does, except that
-        K-quants with mins try fewer scales if there is no importance. Where ggml uses the mean square of a
-        row, each block counts as a row."""
+        K-quants with mins try fewer scales, and weigh errors by importance alone. Where ggml uses the mean
+        square of a row, each block counts as a row."""
         return group(self._parameters(weight, importance, quick=True), 0)
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Any:
