@@ -34,7 +34,7 @@ def can_stay_away(module: nn.Module) -> bool:
 
 
 class Away(nn.Parameter):
-    """A weight on the meta device that gives the device that computes, to which Llama 4 moves its ids."""
+    """A weight on the meta device. Its `device` is the one that computes: Llama 4 moves ids there."""
 
     def __new__(cls, like: Tensor, device: torch.device) -> Away:
         self = super().__new__(cls, like.detach().to("meta"), requires_grad=False)
