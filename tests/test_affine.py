@@ -12,13 +12,17 @@ from quantkit.grids.grid import QuantizedWeight, flat, join, matrix, rows
 
 BITS = (2, 3, 4, 8)
 GRIDS = [
-    AffineGrid(bits, 32, symmetric, zero_min)
-    for bits, (symmetric, zero_min) in product(BITS, ((True, 0), (False, 0), (False, 1)))
+    AffineGrid(bits, 32, symmetric, zero_min, signed=signed)
+    for bits, (symmetric, zero_min, signed) in product(
+        BITS, ((True, 0, False), (True, 0, True), (False, 0, False), (False, 1, False))
+    )
 ]
 
 
 def name(grid: AffineGrid) -> str:
-    return f"{grid.bits}bit-" + ("sym" if grid.symmetric else f"asym{grid.zero_min}")
+    return f"{grid.bits}bit-" + (
+        "signed" * grid.signed or "sym" if grid.symmetric else f"asym{grid.zero_min}"
+    )
 
 
 def groups(kind: str, rows: int = 64, size: int = 32, seed: int = 0) -> Tensor:
@@ -54,6 +58,14 @@ def plain(grid: AffineGrid) -> AffineGrid:
     return AffineGrid(grid.bits, grid.group_size, grid.symmetric, grid.zero_min, search=False)
 
 
+def full_range(grid: AffineGrid, weight: Tensor, params: AffineParams) -> AffineParams:
+    """Parameters that cover the largest weight; with the searched sign, if scales have one."""
+    if not grid.signed:
+        return plain(grid).fit(weight)
+    scale = (weight.abs().amax(1) / 2 ** (grid.bits - 1)).copysign(params.scale)
+    return AffineParams(torch.where(scale == 0, 1, scale).half().float(), params.zero)
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_fit_without_search_covers_the_range(bits):
     """Element by element, in the words of the format: scale = range / steps, zero = where 0 lies."""
@@ -78,7 +90,8 @@ def test_parameters_are_what_is_stored_and_codes_are_the_nearest(grid, kind):
     for fitted in (grid, plain(grid)):
         params = fitted.fit(weight, importances(32))
         assert params.scale.dtype == params.zero.dtype == torch.float32
-        assert torch.equal(params.scale, params.scale.half().float()) and (params.scale > 0).all()
+        assert torch.equal(params.scale, params.scale.half().float())
+        assert ((params.scale > 0) | (params.scale < 0) & fitted.signed).all()
         assert torch.equal(params.zero, params.zero.round())
         assert params.zero.min() >= grid.zero_min and params.zero.max() <= grid.max_code
 
@@ -90,7 +103,7 @@ def test_parameters_are_what_is_stored_and_codes_are_the_nearest(grid, kind):
         nearest = (weight[:, :, None].double() - values[:, None, :]).abs().amin(2)
         reached = (weight.double() - grid.decode(codes, params)).abs()
         # a tie may fall to either side of float32's last digit
-        assert (reached <= nearest + 1e-6 * params.scale[:, None]).all()
+        assert (reached <= nearest + 1e-6 * params.scale.abs()[:, None]).all()
 
         assert torch.equal(grid.round(grid.decode(codes, params), params), codes)  # round trip
 
@@ -99,8 +112,9 @@ def test_parameters_are_what_is_stored_and_codes_are_the_nearest(grid, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_search_is_never_worse_than_the_full_range(grid, kind):
     weight, importance = groups(kind), importances(32)
-    searched = errors(grid, weight, importance, grid.fit(weight, importance))
-    covering = errors(grid, weight, importance, plain(grid).fit(weight))
+    params = grid.fit(weight, importance)
+    searched = errors(grid, weight, importance, params)
+    covering = errors(grid, weight, importance, full_range(grid, weight, params))
     size = (importance * weight.square()).sum(1)
     # float16's rounding of the scale, after the search, moves each value by 2^-11 of itself at most
     assert (searched.sqrt() <= covering.sqrt() + 2.0**-11 * size.sqrt()).all()
@@ -124,18 +138,21 @@ def brute_force(grid: AffineGrid, weight: Tensor, importance: Tensor) -> Tensor:
         zero = (-share * low / scale).round().clamp(grid.zero_min, grid.max_code)
         if grid.symmetric:
             zero = torch.full_like(scale, 2 ** (grid.bits - 1))
-        steps = (weight / scale[:, None]).round().clamp(-zero[:, None], grid.max_code - zero[:, None])
-        scale = (importance * weight * steps).sum(1) / (importance * steps.square()).sum(1)
-        params = AffineParams(scale.half().float(), zero)
-        best = torch.minimum(best, errors(grid, weight, importance, params))
+        for base in (scale, -scale) if grid.signed else (scale,):
+            steps = (weight / base[:, None]).round().clamp(-zero[:, None], grid.max_code - zero[:, None])
+            fitted = (importance * weight * steps).sum(1) / (importance * steps.square()).sum(1)
+            params = AffineParams(fitted.half().float(), zero)
+            best = torch.minimum(best, errors(grid, weight, importance, params))
     return best
 
 
 @pytest.mark.parametrize("size", [32, 128])
 @pytest.mark.parametrize("kind", ["normal", "heavy"])
-@pytest.mark.parametrize("bits, symmetric", [(2, False), (3, True)])
-def test_search_comes_close_to_brute_force(bits, symmetric, kind, size):
-    grid = AffineGrid(bits, size, symmetric)
+@pytest.mark.parametrize(
+    "bits, symmetric, signed", [(2, False, False), (3, True, False), (2, True, True), (3, True, True)]
+)
+def test_search_comes_close_to_brute_force(bits, symmetric, signed, kind, size):
+    grid = AffineGrid(bits, size, symmetric, signed=signed)
     weight = groups(kind, rows=128, size=size)
     for importance in (torch.ones(size), importances(size)):
         searched = errors(grid, weight, importance, grid.fit(weight, importance))
@@ -150,6 +167,24 @@ def test_search_does_not_hang_on_the_last_digit(bits):
     weight = groups("normal", rows=512, size=16)
     one, other = grid.fit(weight).scale, grid.fit(weight.double()).scale
     assert (one / other - 1).abs().max() < 2.0**-9
+
+
+@pytest.mark.parametrize("bits, share", [(2, 0.84), (3, 0.85), (4, 0.91)])
+def test_a_negative_scale_gives_the_longer_side_to_the_weights_that_need_it(bits, share):
+    """The levels reach from -2^(bits-1) to 2^(bits-1) - 1, mirrored by a negative scale."""
+    weight, importance = groups("normal", rows=2000), importances(32)
+    grid, unsigned = AffineGrid(bits, 32, signed=True), AffineGrid(bits, 32)
+    params = grid.fit(weight, importance)
+    relative = (weight / weight.abs().amax(1, keepdim=True)).double()
+    terms = importance * relative.pow(2**bits + 1)
+    lean, clear = terms.sum(1), terms.sum(1).abs() > 1e-5 * terms.abs().sum(1)
+    assert torch.equal((params.scale < 0)[clear], (lean > 0)[clear])
+    assert clear.double().mean() > 0.99 and 0.4 < (lean > 0).double().mean() < 0.6
+    lost = [errors(g, weight, importance, g.fit(weight, importance)).sum() for g in (grid, unsigned)]
+    assert lost[0] < share * lost[1]
+    mirrored = grid.fit(-weight, importance)
+    assert torch.equal(mirrored.scale, -params.scale)
+    assert torch.equal(grid.round(-weight, mirrored), grid.round(weight, params))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

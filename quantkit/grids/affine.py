@@ -37,6 +37,9 @@ class AffineParams:
 @dataclass(frozen=True)
 class AffineGrid(WholeLevels):
     """bits: 2 to 8. symmetric: zero is fixed at 2^(bits-1). zero_min: smallest zero that a layout can store.
+    signed: a searched scale may be negative, if symmetric. The levels reach one step further below zero than
+    above, and a negative scale gives this step to the side whose large weights cost more. At 4 bits the
+    squared error is a tenth smaller, at 2 and 3 bits a seventh.
 
     search: choose each group's range by the least importance-weighted squared rounding error, instead of
     covering the largest weight. For each candidate the codes are rounded; the best scale for them is s = Σ h
@@ -50,6 +53,7 @@ class AffineGrid(WholeLevels):
     zero_min: int = 0
     search: bool = True
     clip: bool = False
+    signed: bool = False
     many = True
     floating = ("scale",)  # zero points are stored as integers
 
@@ -79,7 +83,8 @@ class AffineGrid(WholeLevels):
         """Return scale and zero that cover the range from `low` <= 0 to `high` >= 0."""
         if self.symmetric:
             half = torch.maximum(-low, high)
-            return half * 2 / self.max_code, torch.full_like(half, 2 ** (self.bits - 1))
+            steps = self.max_code + (self.search and self.signed)
+            return half * 2 / steps, torch.full_like(half, 2 ** (self.bits - 1))
         scale = (high - low) / self.max_code
         zero = torch.round(-low / scale.clamp(min=SCALE_MIN))
         return scale, zero.clamp_(self.zero_min, self.max_code)
@@ -97,8 +102,23 @@ class AffineGrid(WholeLevels):
             x, weighted, *buffers = space[:, : len(weight[part])].split((1, 1, len(RANGES), len(RANGES)))
             torch.div(weight[part], scale[part, None], out=x[0])
             root = None if roots is None else roots[part]
+            if self.symmetric and self.signed:
+                sign = self._sign(x[0], root, weighted[0])
+                scale[part] *= sign
+                x.mul_(sign[:, None])
             weighted = x if root is None else torch.mul(x, root, out=weighted)
             scale[part] *= self._best(x[0], weighted[0], zero[part], root, buffers)
+
+    def _sign(self, x: Tensor, root: Tensor | None, buffer: Tensor) -> Tensor:
+        """Return the better sign of each group's scale, 1 or -1, by `Σ h x^(2^bits + 1)`: the more bits, the
+        fewer weights are beyond the last level of the shorter side."""
+        torch.mul(x, 2.0 ** (1 - self.bits), out=buffer)  # within ±1
+        for _ in range(self.bits):
+            buffer.square_()
+        buffer.mul_(x)
+        if root is not None:
+            buffer.mul_(root).mul_(root)
+        return torch.where(buffer.sum(1) > 0, -1.0, 1.0)
 
     def _best(
         self, x: Tensor, weighted: Tensor, zero: Tensor, root: Tensor | None, buffers: list[Tensor]
@@ -136,8 +156,8 @@ class AffineGrid(WholeLevels):
         return torch.minimum(steps, lowest + self.max_code, out=steps)
 
     def clipped(self, params: AffineParams) -> int:
-        ends = (params.scale <= SCALE_MIN) | (params.scale >= SCALE_MAX)
-        return int(ends.sum())
+        size = params.scale.abs()
+        return int(((size <= SCALE_MIN) | (size >= SCALE_MAX)).sum())
 
     def round(self, weight: Tensor, params: AffineParams) -> Tensor:
         """Return the nearest codes, uint8, for `weight [rows, group_size]`; ties go to even."""
@@ -159,8 +179,9 @@ class AffineGrid(WholeLevels):
         return AffineParams(self._storable(params.scale * factor), params.zero)
 
     def _storable(self, scale: Tensor) -> Tensor:
-        """Return the nearest float16 scale within its range; 1 for an all-zero group."""
-        return torch.where(scale == 0, 1.0, scale.clamp(SCALE_MIN, SCALE_MAX)).half().to(scale.dtype)
+        """Return the nearest float16 scale of the same sign within its range; 1 for an all-zero group."""
+        clamped = scale.abs().clamp_(SCALE_MIN, SCALE_MAX).copysign_(scale)
+        return torch.where(scale == 0, 1.0, clamped).half().to(scale.dtype)
 
 
 @cache

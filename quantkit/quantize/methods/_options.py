@@ -46,6 +46,12 @@ OPTIONS = {  # options that several methods share: name -> (default, help, names
         "quantized model's inputs: more loss, less memory and time.",
         TARGETS,
     ),
+    "signed_scales": (
+        True,
+        "Symmetric grids: scales may be negative, for less loss at the same size. --no-signed-scales is for "
+        "kernels that expect scales above 0, such as vLLM's with VLLM_MARLIN_INPUT_DTYPE=int8.",
+        (),
+    ),
     "head": (0, "Also quantize the head, to this many bits. 0: keep it in 16 bit.", ()),
     "embedding": (
         0,

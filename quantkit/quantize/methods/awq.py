@@ -35,6 +35,7 @@ class Options(MethodOptions):
         "--no-search-scale fits the largest weight.",
     )
     solver: str = _options.shared("solver", "rtn")
+    signed_scales: bool = _options.shared("signed_scales")
     damp: float = _options.shared("damp")
     refine: int = _options.shared("refine")
     target: str = _options.shared("target")
@@ -79,7 +80,8 @@ class Awq(AffineMethod):
 
         feedback, leaf = self.options.solver != "rtn", name.rpartition(".")[2]
         clip = self.options.search_scale and not feedback and not leaf.startswith(UNCLIPPED)
-        return AffineGrid(width.bits, width.group_size, width.symmetric, search=feedback, clip=clip)
+        signed, width = self.options.signed_scales, (width.bits, width.group_size, width.symmetric)
+        return AffineGrid(*width, search=feedback, clip=clip, signed=signed)
 
     def solver(self) -> Solver:
         """Return the solver for `--solver`; round to nearest weighs errors, because columns are scaled."""

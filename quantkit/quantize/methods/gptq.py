@@ -36,6 +36,7 @@ class Options(MethodOptions):
         True,
         "Search each group's scale for the least squared error. --no-search-scale fits the largest weight.",
     )
+    signed_scales: bool = _options.shared("signed_scales")
     damp: float = _options.shared("damp")
     refine: int = _options.shared("refine")
     target: str = _options.shared("target")
@@ -115,4 +116,6 @@ class Gptq(AffineMethod):
         layout = self.layout
         zero_min = layout.zero_min if isinstance(layout, GptqLayout) else 0
         search = self.options.search_scale
-        return AffineGrid(width.bits, width.group_size, width.symmetric, zero_min, search)
+        # W4A8: vLLM's kernel reads scales as unsigned integers (issue 48905)
+        signed = self.options.signed_scales and self.options.activations == "16bit"
+        return AffineGrid(width.bits, width.group_size, width.symmetric, zero_min, search, signed=signed)
