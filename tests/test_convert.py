@@ -223,9 +223,10 @@ def test_the_card_has_the_source_s_recipe_and_results(make, tiny_model, tmp_path
             "tags": ["quantkit", kind],
         }
         assert (head["base_model"], head["license"]) == ("org/tiny", "other") and head["model-index"]
-        recipe = body.partition("## How it was made")[1:]
+        recipe = "".join(body.partition("## How it was made")[1:])
         assert (
-            text.endswith("".join(recipe))
+            text.endswith(recipe.replace("makes the same model,", "makes w4,"))
+            and "makes w4, with this recipe" in text
             and text.count("## Load it") == 1
             and "| w4 |" in text
             and "method: gptq" in text

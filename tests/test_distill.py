@@ -252,7 +252,10 @@ def test_only_floats_have_changed(workplace, reference):
     assert all(row.pop("weight_error") > 0 for row in linears)  # that of other floats
     assert manifest["linears"] == linears
     card = (workplace / "reference" / "README.md").read_text()
-    assert "\n# reference\n" in card and "## Distilled" in card
+    assert "\n# reference\n" in card and "## Distilled" in card and "makes student, with this" in card
+    assert "from_pretrained('reference')" in card and "from_pretrained('student')" not in card
+    assert "`quantkit eval teacher reference --text TEXT --card reference`" in card
+    assert card.count("--card") == card.count("<!-- eval -->") == 1
     assert card.endswith("`quantkit eval teacher student reference --text TEXT`.\n")
 
 

@@ -14,11 +14,12 @@ from torch import Tensor
 from quantkit import __version__
 from quantkit.distillation.student import Floats, Student
 from quantkit.errors import UNSUPPORTED, VERIFICATION, QuantkitError
+from quantkit.inspection import clients
+from quantkit.inspection.record import describe
 from quantkit.inspection.verify import ERRORS
-from quantkit.models.files import checksums, gguf_writer, untrusted
-from quantkit.models.files.card import CARD
+from quantkit.models.files import card, checksums, gguf_writer, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.headers import LOSS, MANIFEST, MANIFEST_SCHEMA
+from quantkit.models.files.headers import LOSS, MANIFEST, MANIFEST_SCHEMA, open_contents
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.files.reading import DTYPES
 from quantkit.models.gguf.checkpoint import GgufCheckpoint
@@ -49,17 +50,22 @@ def write(student: Student, floats: Floats | None, record: dict, target: Path, n
         return
     target.mkdir()
     paths = sorted(path for path in untrusted.entries(checkpoint.folder) if path.is_file())
-    checkpoint.copy((path for path in paths if path.name not in (CARD, MANIFEST, TIMINGS)), target)
+    checkpoint.copy((path for path in paths if path.name not in (card.CARD, MANIFEST, TIMINGS)), target)
     for path, start, data in changes:
         _write(target / path.name, start, data)
     if manifest is not None:
         manifest = manifest | {"files": checksums.of_folder(target)}
         (target / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
-    card = checkpoint.folder / CARD
-    before = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    before = before.replace(f"\n# {checkpoint.name}\n", f"\n# {name}\n")
-    before = re.sub(r"^KL divergence from the original: .*\n\n?", "", before, flags=re.MULTILINE)  # outdated
-    (target / CARD).write_text(before + _card(record, name))
+    head, text = card.read(checkpoint.folder / card.CARD)
+    head.pop("model-index", None)  # outdated, as the loss is
+    text = re.sub(r"^KL divergence from the original: .*\n\n?", "", text, flags=re.MULTILINE)
+    text = card.renamed(text, checkpoint.name, name)
+    if head.get("quantized_by") == "quantkit":
+        load = clients.how_to_load(describe(open_contents(str(target)))["clients"], name)
+        text = card.section(text, "load", load)
+        evaluate = f"`quantkit eval {record['teacher']['name']} {name} --text TEXT --card {name}`"
+        text = card.section(text, "eval", f"On a text of yours: {evaluate}.")
+    card.write(target / card.CARD, head, text + _card(record, name))
 
 
 def patches(student: Student, floats: Floats) -> Iterator[Patch]:

@@ -251,7 +251,7 @@ def _describe(material: Material, to: str, path: Path) -> None:
     ours = old.get("quantized_by") == "quantkit"
     head |= {key: old[key] for key in ("model-index",) if ours and key in old}
     rest = "".join(text.partition("## Load it")[1:]) if ours else "## Load it\n"
-    rest = rest.replace(f"{source.name} --card {source.name}", f"{output.name} --card {output.name}")
+    rest = card.renamed(rest, source.name, output.name)
     what = f"{source.name}, converted to {to} by quantkit {__version__}: all weights are equal."
     load = clients.how_to_load(describe(open_contents(str(path)))["clients"], output.name)
     text = card.section(f"\n# {output.name}\n\n{what}\n\n{rest}", "load", load)

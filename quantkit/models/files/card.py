@@ -83,6 +83,12 @@ def base_of(source: str, folder: Path) -> str | None:
     return source if hub.is_id(source) and not Path(source).exists() else None
 
 
+def renamed(text: str, old: str, new: str) -> str:
+    """Return the text of a card for a model `new` that was made from the model `old`, as its recipe was."""
+    text = text.replace(f"\n# {old}\n", f"\n# {new}\n").replace("makes the same model,", f"makes {old},")
+    return text.replace(f" {old} --text TEXT --card {old}`", f" {new} --text TEXT --card {new}`")
+
+
 def section(text: str, name: str, content: str) -> str:
     """Return a card's text with the content between `<!-- NAME -->` and `<!-- /NAME -->`, else at its end."""
     block = f"<!-- {name} -->\n{content.strip()}\n<!-- /{name} -->"
