@@ -204,11 +204,29 @@ def test_importance_moves_the_error_to_where_it_is_cheap(bits):
     assert quiet[1] < 0.5 * loud[1]
 
 
-def test_even_importance_changes_nothing():
+def test_only_the_ratios_of_importance_count():
     grid, weight = AffineGrid(4, 32, symmetric=False), groups("heavy")
-    even = grid.fit(weight, torch.full((32,), 7.0))
-    assert torch.equal(even.scale, grid.fit(weight).scale)
+    even = grid.fit(weight, torch.full((32,), 4.0))
+    assert torch.equal(even.scale, grid.fit(weight, torch.ones(32)).scale)
     assert not torch.equal(even.scale, grid.fit(weight, importances(32)).scale)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("bits", BITS)
+def test_without_importance_the_largest_weight_is_covered(bits, signed):
+    """The weight furthest from zero is half a step away at most; on its other side, one step."""
+    grid, weight = AffineGrid(bits, 32, signed=signed), groups("heavy")
+    params = grid.fit(weight)
+    assert torch.equal(params.scale, AffineGrid(bits, 32, signed=signed, search=False).fit(weight).scale)
+    high, low = weight.amax(1), weight.amin(1)
+    steps = 2**bits if signed else 2**bits - 1
+    scale = 2 * torch.maximum(high, -low) / steps * torch.where(signed & (high > -low), -1, 1)
+    assert torch.equal(params.scale, scale.half().float())
+    missed = (grid.decode(grid.round(weight, params), params) - weight).abs()
+    bound = (1.0 if signed else 0.5) * params.scale.abs()[:, None] + weight.abs() * 2.0**-10
+    assert (missed <= bound).all()
+    furthest = weight.abs() == weight.abs().amax(1, keepdim=True)
+    assert (missed[furthest] <= (bound / 2 if signed else bound)[furthest]).all()
 
 
 def test_fit_in_chunks_is_fit_at_once(monkeypatch):

@@ -168,7 +168,8 @@ def test_dry_run_lists_every_linear_and_writes_nothing(quantkit, make, model, sm
     record = make("gptq", model, *small, "--exclude", "1.*o_proj", "--dry-run")
     done = quantkit("gptq", model, *small, "--exclude", "1.*o_proj", "--dry-run")
     assert jobs.contents(tmp_path) == before
-    grid = {"bits": 4, "group_size": 128, "symmetric": True, "zero_min": 1, "search": True, "clip": False}
+    grid = {"bits": 4, "group_size": 128, "symmetric": True, "zero_min": 1, "search": True}
+    grid |= {"clip": False, "signed": True}
     kept = "model.layers.1.self_attn.o_proj"
     assert record["linears"] == [
         {

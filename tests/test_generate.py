@@ -201,7 +201,8 @@ def test_several_models_side_by_side_or_below_one_another(tiny_model, quantkit, 
         monkeypatch.setenv("COLUMNS", str(columns))
         done = quantkit("generate", folder, "packed", "-p", PROMPT, "-n", 12, "-q")
         verdict = done.out.splitlines()[-1]
-        assert verdict.startswith(f"packed: {other['parting']['index']} tokens equal, then ")
+        equal = other["parting"]["index"]
+        assert verdict.startswith(f"packed: {equal} token{'s' * (equal != 1)} equal, then ")
         assert f"({other['parting']['probability']:.3f})" in verdict
         assert ("\npacked\n" in done.out) == stacked
         assert "[" in done.out and "\x1b" not in done.out

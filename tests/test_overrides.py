@@ -128,7 +128,7 @@ def test_every_linear_decodes_to_its_own_grid(model, tmp_path, layout):
         row = jobs.manifest(tmp_path / "out")[name]
         assert (row["grid"]["bits"], row["grid"]["group_size"]) == expected
         weight = source[f"{name}.weight"]
-        nearest = rtn.quantize(weight, AffineGrid(*expected, search=False))
+        nearest = rtn.quantize(weight, AffineGrid(*expected, search=False, signed=True))
         found = written.layout.at(name).decode(written.parts(f"{name}.weight"))
         assert (found.grid.bits, found.grid.group_size) == expected, name
         assert torch.equal(found.codes, nearest.codes)

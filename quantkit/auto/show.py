@@ -68,8 +68,10 @@ def _print_plan(console: Console, record: dict[str, Any]) -> None:
             f"{record['statistics_tokens']:,} other tokens calibrate",
             "time": _time(record["expected_seconds"]),
             "measured on": f"{record['measured_on']['tokens']} tokens, {record['measured_on']['text']}",
-            "memory": f"about {megabytes(needs['memory_bytes'])} on {record['device']}, "
-            f"{megabytes(needs['host_bytes'])} on the host",
+            "memory": " and ".join(
+                f"about {megabytes(needs[key])} on {place}"
+                for place, key in {"cpu": "host_bytes", record["device"]: "memory_bytes"}.items()
+            ),
             "disk": f"{megabytes(needs['disk_bytes'])} while it runs",
         },
     )
@@ -77,7 +79,7 @@ def _print_plan(console: Console, record: dict[str, Any]) -> None:
 
 def _time(seconds: float | None) -> str:
     if seconds is None:
-        return "unknown: nothing was measured on an accelerator"
+        return "unknown: known for one process on a CPU and default options only"
     return f"about {duration(seconds)}, by a benchmark of this machine"
 
 

@@ -70,11 +70,13 @@ def seconds(job: Job) -> float | None:
         model = source.read(str(job.checkpoint.folder))
     except QuantkitError:
         return None
-    found = _record(job.method.name, model, replace(question, threads=execution.threads))
-    return found["seconds"] if found.get("dtype") == execution.dtype else None
+    return _record(job.method.name, model, replace(question, threads=execution.threads), execution.dtype)[
+        "seconds"
+    ]
 
 
-def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
+def _record(method: str, source: Source, question: Question, dtype: str | None = None) -> dict[str, Any]:
+    """Return the needs of a job with default options that computes in `dtype`; None: in the usual one."""
     parameters, device = source.parameters, question.single_device
     on_gpu, chosen = device is not None and device.kind == "cuda", methods.create(method)
     work = chosen.work
@@ -83,7 +85,9 @@ def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
     except Unsupported as error:
         return NOTHING | {"reason": str(error)}
     output_bytes = weights.bytes + _widened(chosen, source)
-    dtype = compute_dtype("float32" if parameters.quantized else source.settings.stored_dtype, on_gpu)
+    dtype = dtype or compute_dtype(
+        "float32" if parameters.quantized else source.settings.stored_dtype, on_gpu
+    )
     memory = device.memory_bytes if device else room().nbytes
     if memory is not None and not on_gpu:
         memory = max(0, memory - INTERPRETER_BYTES)

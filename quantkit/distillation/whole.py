@@ -30,6 +30,7 @@ from quantkit.quantize.staging.folder import Staging
 
 FLOAT32 = 4
 TRACED_BYTES = 1 + 4 * FLOAT32  # bytes per weight of the running block: code, level, value and two gradients
+LOGITS = 6  # copies at a time: of both models, their log-probabilities, and two terms of the divergence
 CODE_BYTES = 2  # bytes per weight of all blocks: code, trained floats and their moments
 MEMORY_SHARE = 0.8  # share of free memory up to which all codes stay in memory
 SAVE_SECONDS = 60.0  # between two saves for --resume, which do not affect the result
@@ -176,7 +177,8 @@ def plan_memory(training: Training) -> dict[str, int | bool]:
     matrices = [p.shape for p in student.skeleton.blocks[0].parameters() if p.ndim == 2]
     tracing = largest * TRACED_BYTES + 3 * FLOAT32 * batch * sum(sum(shape) for shape in matrices)
     states = width * (2 * train + 3 * held_out + batch * (student.depth + 2))
-    logits = 4 * min(FLOAT32 * LOGITS_TOKENS * student.checkpoint.text_config.vocab_size, LOGITS_BYTES)
+    one = min(FLOAT32 * LOGITS_TOKENS * student.checkpoint.text_config.vocab_size, LOGITS_BYTES)
+    logits = LOGITS * one
     need = outside + tracing + states + logits
     hold = bool(options.epochs) and need + CODE_BYTES * inside <= MEMORY_SHARE * free
     remedy = "fewer --samples, shorter --seqlen or a smaller --batch-size"

@@ -37,14 +37,15 @@ class AffineParams:
 @dataclass(frozen=True)
 class AffineGrid(WholeLevels):
     """bits: 2 to 8. symmetric: zero is fixed at 2^(bits-1). zero_min: smallest zero that a layout can store.
-    signed: a searched scale may be negative, if symmetric. The levels reach one step further below zero than
-    above, and a negative scale gives this step to the side whose large weights cost more. At 4 bits the
-    squared error is a tenth smaller, at 2 and 3 bits a seventh.
+    signed: a symmetric grid's scale may be negative. The levels reach one step further below zero than above,
+    and a negative scale gives this step to the side whose large weights cost more. At 4 bits the squared
+    error is a tenth smaller, at 2 and 3 bits a seventh.
 
-    search: choose each group's range by the least importance-weighted squared rounding error, instead of
-    covering the largest weight. For each candidate the codes are rounded; the best scale for them is s = Σ h
-    w c / Σ h c² with c = code - zero. It lowers the error Σ h w² by (Σ h w c)² / Σ h c². First RANGES are
-    tried, then both neighbours of the best. clip: see Grid.
+    search: where importance is known, choose each group's range by the least weighted squared rounding
+    error. For each candidate the codes are rounded; the best scale for them is s = Σ h w c / Σ h c² with
+    c = code - zero. It lowers the error Σ h w² by (Σ h w c)² / Σ h c². First RANGES are tried, then both
+    neighbours of the best. Otherwise the largest weight is covered: a search without importance clips large
+    weights, which real models need (SmolLM2 then loses half as much again). clip: see Grid.
     """
 
     bits: int
@@ -65,11 +66,10 @@ class AffineGrid(WholeLevels):
         weight = weight.contiguous()
         scale, zero = self._range(weight.amin(1).clamp_(max=0), weight.amax(1).clamp_(min=0))
         scale = self._storable(scale)
-        if self.search:  # in units of the full range's scale
+        if self.search and importance is not None:  # in units of the full range's scale
             rows = SEARCH_SPAN * rows_at_once(weight.device, weight.shape[1], TEMPORARIES)
-            tensors = [scale, zero, weight]
-            if importance is not None:  # one for all rows, or one for each matrix
-                tensors.append(each_row(importance.sqrt(), len(weight)))
+            # importance: one for all rows, or one for each matrix
+            tensors = [scale, zero, weight, each_row(importance.sqrt(), len(weight))]
             for_each(self._search, list(zip(*(tensor.split(rows) for tensor in tensors), strict=True)))
         return AffineParams(self._storable(scale).float(), zero)
 
@@ -83,13 +83,14 @@ class AffineGrid(WholeLevels):
         """Return scale and zero that cover the range from `low` <= 0 to `high` >= 0."""
         if self.symmetric:
             half = torch.maximum(-low, high)
-            steps = self.max_code + (self.search and self.signed)
-            return half * 2 / steps, torch.full_like(half, 2 ** (self.bits - 1))
+            scale = half * 2 / (self.max_code + self.signed)
+            scale = torch.where(high > -low, -scale, scale) if self.signed else scale
+            return scale, torch.full_like(half, 2 ** (self.bits - 1))
         scale = (high - low) / self.max_code
         zero = torch.round(-low / scale.clamp(min=SCALE_MIN))
         return scale, zero.clamp_(self.zero_min, self.max_code)
 
-    def _search(self, scale: Tensor, zero: Tensor, weight: Tensor, roots: Tensor | None = None) -> None:
+    def _search(self, scale: Tensor, zero: Tensor, weight: Tensor, roots: Tensor) -> None:
         """Replace the full range's `scale [rows]` by the best for `weight [rows, group_size]`, in place.
 
         The result is never worse than the full range, which is one of RANGES: the float16 scale nearest to
@@ -100,29 +101,24 @@ class AffineGrid(WholeLevels):
         for start in range(0, len(weight), rows):
             part = slice(start, start + rows)
             x, weighted, *buffers = space[:, : len(weight[part])].split((1, 1, len(RANGES), len(RANGES)))
-            torch.div(weight[part], scale[part, None], out=x[0])
-            root = None if roots is None else roots[part]
+            x, weighted, root = x[0], weighted[0], roots[part]
+            torch.div(weight[part], scale[part, None], out=x)
             if self.symmetric and self.signed:
-                sign = self._sign(x[0], root, weighted[0])
+                sign = self._sign(x, root, weighted)
                 scale[part] *= sign
                 x.mul_(sign[:, None])
-            weighted = x if root is None else torch.mul(x, root, out=weighted)
-            scale[part] *= self._best(x[0], weighted[0], zero[part], root, buffers)
+            torch.mul(x, root, out=weighted)
+            scale[part] *= self._best(x, weighted, zero[part], root, buffers)
 
-    def _sign(self, x: Tensor, root: Tensor | None, buffer: Tensor) -> Tensor:
+    def _sign(self, x: Tensor, root: Tensor, buffer: Tensor) -> Tensor:
         """Return the better sign of each group's scale, 1 or -1, by `Σ h x^(2^bits + 1)`: the more bits, the
         fewer weights are beyond the last level of the shorter side."""
         torch.mul(x, 2.0 ** (1 - self.bits), out=buffer)  # within ±1
         for _ in range(self.bits):
             buffer.square_()
-        buffer.mul_(x)
-        if root is not None:
-            buffer.mul_(root).mul_(root)
-        return torch.where(buffer.sum(1) > 0, -1.0, 1.0)
+        return torch.where(buffer.mul_(x).mul_(root).mul_(root).sum(1) > 0, -1.0, 1.0)
 
-    def _best(
-        self, x: Tensor, weighted: Tensor, zero: Tensor, root: Tensor | None, buffers: list[Tensor]
-    ) -> Tensor:
+    def _best(self, x: Tensor, weighted: Tensor, zero: Tensor, root: Tensor, buffers: list[Tensor]) -> Tensor:
         """Return the best scale for groups `x [rows, group_size]`. root: of the importance, in this shape, a
         factor of `weighted` and of the codes."""
         stages = _candidates(self.bits, x.dtype, x.device)
@@ -134,9 +130,7 @@ class AffineGrid(WholeLevels):
             ranges[tried] = stage + best
             # all candidates of a stage in the same passes
             torch.mul(x, ranges[tried].reciprocal()[..., None], out=steps)
-            self._clamp(steps.round_(), zero)
-            if root is not None:
-                steps.mul_(root)
+            self._clamp(steps.round_(), zero).mul_(root)
             along = torch.mul(steps, weighted, out=product).sum(2)
             power = torch.linalg.vector_norm(steps, dim=2).square_().clamp_(min=torch.finfo(x.dtype).tiny)
             torch.div(along, power, out=scales[tried])

@@ -34,7 +34,8 @@ class Options(MethodOptions):
     )
     search_scale: bool = option(
         True,
-        "Search each group's scale for the least squared error. --no-search-scale fits the largest weight.",
+        "gptq, yaqa: search each group's scale for the least error of the outputs. --no-search-scale fits "
+        "the largest weight, as --solver rtn does.",
     )
     signed_scales: bool = _options.shared("signed_scales")
     damp: float = _options.shared("damp")

@@ -24,7 +24,8 @@ class Options(MethodOptions):
     solver: str = _options.shared("solver")
     search_scale: bool = option(
         True,
-        "Search each row's scale for the least squared error. --no-search-scale fits the largest weight.",
+        "gptq, yaqa: search each row's scale for the least error of the outputs. --no-search-scale fits "
+        "the largest weight, as --solver rtn does.",
     )
     act_order: Literal["none", "group"] = _options.shared("act_order")
     damp: float = _options.shared("damp")
