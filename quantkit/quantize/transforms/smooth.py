@@ -129,11 +129,11 @@ class SmoothReader(Reader):
         )
 
     def _by_weights(self, scale: Tensor) -> Tensor:
-        """Return `Σ_j D_j / s_j² |Q(W s)_j - (W s)_j|²` of every row, `[out]`."""
-        scaled = self.weight * scale
-        groups = scaled.view(-1, self.grid.group_size)
-        values = self.grid.nearest(groups.clone(), self.grid.fit(groups)).view_as(scaled)
-        return values.sub_(scaled).square_() @ (self.pivots / scale.square())
+        """Return `Σ_j D_j / s_j² |Q(W s)_j - (W s)_j|²` of every row, `[out]`. A row has one range, fitted as
+        error feedback does."""
+        scaled, cost = self.weight * scale, self.pivots / scale.square()
+        values = self.grid.nearest(scaled.clone(), self.grid.fit(scaled, cost))
+        return values.sub_(scaled).square_() @ cost
 
     def _by_inputs(self, scale: Tensor) -> Tensor:
         """Return `2 / T Σ_t c_t |(Q(x_t / s) s - x_t) Wᵀ|²` of every row, `[out]`."""
