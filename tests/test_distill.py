@@ -19,6 +19,7 @@ from quantkit.distillation.options import DistillOptions
 from quantkit.distillation.request import Request
 from quantkit.distillation.student import Student, vectors
 from quantkit.distillation.training import Shares
+from quantkit.errors import QuantkitError
 from quantkit.grids import ggml
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.float8 import Float8Grid
@@ -37,6 +38,7 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize.staging.folder import Staging
+from quantkit.text.calibration import hold_out
 
 CPU = torch.device("cpu")
 TEMPLATE = "additional_chat_templates/tool_use.jinja"
@@ -194,7 +196,7 @@ def workplace(tmp_path_factory) -> Path:
 
 
 def request(workplace: Path, output: Path, student: str = "student", **options) -> Request:
-    text = CalibrationOptions(calibration=str(workplace / "text.txt"), samples=32, seqlen=32)
+    text = CalibrationOptions(calibration=str(workplace / "text.txt"), samples=28, seqlen=32)
     chosen = DistillOptions(**{"epochs": 2, "block_epochs": 1, "lr": 0.01, "block_lr": 0.01} | options)
     folders = str(workplace / "teacher"), str(workplace / student)
     return Request(*folders, chosen, text, RunOptions(threads=1, batch_size=7), output=output)
@@ -223,7 +225,7 @@ def dense(folder: Path) -> torch.nn.Module:
 def test_the_divergence_that_decides_is_that_of_the_whole_models(workplace, reference):
     checked = job.prepare(request(workplace, workplace / "unused"), jobs.Listener())
     ids = torch.cat(checked.training.held_out)
-    assert reference["sequences"] == {"train": 28, "held_out": 4} and ids.shape == (4, 32)
+    assert reference["sequences"] == {"train": 28, "held_out": 3} and ids.shape == (3, 32)
     with torch.no_grad():
         teacher, *students = (
             torch.log_softmax(dense(workplace / name)(ids).logits, -1)
@@ -459,7 +461,8 @@ def test_refusals(workplace, refuse, tiny_model):
     for flag, value in (("--lr", 0), ("--temperature", -1), ("--epochs", -1)):
         assert refuse(2, "distill", teacher, student, flag, value)[0].startswith(f"{flag} {value} is invalid")
     small = ["--calibration", workplace / "text.txt", "--seqlen", 32]
-    assert "one sequence" in refuse(2, "distill", teacher, student, *small, "--samples", 1)[0]
+    with pytest.raises(QuantkitError, match="one sequence of text is not enough"):
+        hold_out(torch.zeros(1, 32, dtype=torch.int64))
     assert "holds the student" in refuse(2, "distill", teacher, student, *small, "-o", student)[0]
     assert refuse(2, "distill", teacher)[0] == "missing argument 'student'"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch import Tensor
 
 from quantkit import __version__
 from quantkit.distillation import blocks, publish, whole
@@ -34,7 +35,7 @@ from quantkit.quantize.prepare.plan import check_disk
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.folder import Staging, disk_errors
 from quantkit.quantize.timings import Timings
-from quantkit.text.calibration import CalibrationSet, hold_out
+from quantkit.text.calibration import CalibrationSet, hold_out, most_held_out
 
 SCHEMA = "quantkit.distill/1"
 STEP_TOKENS = 512  # tokens per step without --batch-size
@@ -222,8 +223,7 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
     learner = Student(student, taught.dtype, taught.device)
     _check_shapes(taught, learner, request)
     trained = _trained(learner, request)
-    calibrated = calibrate(teacher, request, progress)
-    train, held_out = hold_out(calibrated.tokens)
+    calibrated, (train, held_out) = _text(teacher, request, progress)
     size = run.batch_size or adopted.get("batch_size") or max(1, STEP_TOKENS // train.shape[1])
     batches = list(train.split(size)), list(held_out.split(size))
     training = Training(taught, learner, request.options, request.calibration.seed, *batches)
@@ -231,6 +231,20 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
     held = windows.load(teacher, text, column=request.calibration.text_column) if text else None
     job = Job(request, training, calibrated, staging, held, memory, trained)
     return job if dry_run else job.signed(progress)
+
+
+def _text(
+    teacher: Checkpoint, request: Request, progress: Progress
+) -> tuple[CalibrationSet, tuple[Tensor, Tensor]]:
+    """Return the text, and its sequences to train on and to hold out. The latter follow the `--samples`
+    sequences, on which the student was probably calibrated; if the text has no more, they are the last."""
+    asked = request.calibration
+    more = replace(asked, samples=asked.samples + most_held_out(asked.samples))
+    calibrated = calibrate(teacher, replace(request, calibration=more), progress)
+    tokens = calibrated.tokens
+    if len(tokens) > asked.samples:
+        return calibrated, (tokens[: asked.samples], tokens[asked.samples :])
+    return calibrated, hold_out(tokens)
 
 
 def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:

@@ -138,6 +138,11 @@ def _held_back(
     return tokens[(tokens < checkpoint.text_config.vocab_size).all(1)]
 
 
+def most_held_out(samples: int) -> int:
+    """Return how many sequences are held out for so many samples."""
+    return min(MOST_HELD_OUT, max(1, samples // HELD_OUT))
+
+
 def hold_out(tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Split tokens `[samples, seqlen]` into training sequences and held-out ones (at most the last eighth).
 
@@ -146,7 +151,7 @@ def hold_out(tokens: Tensor) -> tuple[Tensor, Tensor]:
     """
     what = "one sequence of text is not enough: training and held-out text need one each"
     require(len(tokens) > 1, what, "give more --samples, a longer text or a shorter --seqlen", USAGE)
-    count = min(MOST_HELD_OUT, max(1, len(tokens) // HELD_OUT))
+    count = most_held_out(len(tokens))
     return tokens[:-count], tokens[-count:]
 
 
