@@ -239,6 +239,9 @@ def test_another_base_is_named(written, tiny_model, quantkit, refuse):
     done = quantkit("verify", output, "--base", other)
     assert done.code == VERIFICATION and "other is not the source that the manifest names" in done.err
     assert "hint: no file was changed: " in done.err
+    problems = json.loads(quantkit("verify", output, "--base", other, "--json").out)["problems"]
+    assert len(problems) == 22 and done.out.count("wrong: ") == 9  # the source, and 7 linears of 3 blocks
+    assert "wrong: 13 more, which --json lists\n" in done.out
     larger = tiny_model("gpt2", name="larger", tokenizer="bos")
     error, _ = refuse(UNSUPPORTED, "verify", output, "--base", larger)
     assert "do not share" in error

@@ -18,6 +18,7 @@ from quantkit.cli import flags, streams
 from quantkit.errors import USAGE, count, name_all, require
 from quantkit.evaluation.settings import EvalSettings
 
+MOST_SHOWN = 8  # problems after the first
 SOUND = "No damage found. Checksums detect corruption, not tampering."
 UNSUMMED = "No damage found in the values. There are no checksums to compare the files with."
 AUDITED = {  # by verdict
@@ -98,8 +99,11 @@ def _show(record: dict[str, Any]) -> None:
     print_facts(console, {name: fact for name, fact in facts.items() if fact})
     for note in record["notes"]:
         print_line(console, f"note: {note}")
-    for problem in record["problems"][1:]:  # the first is the error
+    others = record["problems"][1:]  # the first is the error
+    for problem in others[:MOST_SHOWN]:
         print_line(console, f"wrong: {problem}", "yellow")
+    if len(others) > MOST_SHOWN:
+        print_line(console, f"wrong: {len(others) - MOST_SHOWN} more, which --json lists", "yellow")
     if not record["problems"] and (not made or made["agrees"]):
         print_line(console, AUDITED[done["verdict"]] if done else SOUND if record["files"] else UNSUMMED)
 

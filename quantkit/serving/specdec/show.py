@@ -82,7 +82,7 @@ def _theory(draft: Mapping[str, Any]) -> Iterator[str]:
         gain = f"{by_bytes['speedup']:.2f}x at k = {by_bytes['k']}" if by_bytes["k"] else NO_GAIN
         yield (
             "where a step takes as long as its stored weights take to be read, as on a GPU with one text "
-            f"and kernels for this layout (c = {draft['cost_by_bytes']:.2f}), the same α gives {gain}"
+            f"and kernels for this layout (c = {draft['cost_by_bytes']:.2f}), with the same α: {gain}"
         )
 
 
