@@ -70,9 +70,8 @@ def seconds(job: Job) -> float | None:
         model = source.read(str(job.checkpoint.folder))
     except QuantkitError:
         return None
-    return _record(job.method.name, model, replace(question, threads=execution.threads), execution.dtype)[
-        "seconds"
-    ]
+    asked = replace(question, threads=execution.threads)
+    return _record(job.method.name, model, asked, execution.dtype)["seconds"]
 
 
 def _record(method: str, source: Source, question: Question, dtype: str | None = None) -> dict[str, Any]:
@@ -85,9 +84,8 @@ def _record(method: str, source: Source, question: Question, dtype: str | None =
     except Unsupported as error:
         return NOTHING | {"reason": str(error)}
     output_bytes = weights.bytes + _widened(chosen, source)
-    dtype = dtype or compute_dtype(
-        "float32" if parameters.quantized else source.settings.stored_dtype, on_gpu
-    )
+    if dtype is None:
+        dtype = compute_dtype("float32" if parameters.quantized else source.settings.stored_dtype, on_gpu)
     memory = device.memory_bytes if device else room().nbytes
     if memory is not None and not on_gpu:
         memory = max(0, memory - INTERPRETER_BYTES)

@@ -56,16 +56,7 @@ def write(student: Student, floats: Floats | None, record: dict, target: Path, n
     if manifest is not None:
         manifest = manifest | {"files": checksums.of_folder(target)}
         (target / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
-    head, text = card.read(checkpoint.folder / card.CARD)
-    head.pop("model-index", None)  # outdated, as the loss is
-    text = re.sub(r"^KL divergence from the original: .*\n\n?", "", text, flags=re.MULTILINE)
-    text = card.renamed(text, checkpoint.name, name)
-    if head.get("quantized_by") == "quantkit":
-        load = clients.how_to_load(describe(open_contents(str(target)))["clients"], name)
-        text = card.section(text, "load", load)
-        evaluate = f"`quantkit eval {record['teacher']['name']} {name} --text TEXT --card {name}`"
-        text = card.section(text, "eval", f"On a text of yours: {evaluate}.")
-    card.write(target / card.CARD, head, text + _card(record, name))
+    _write_card(checkpoint, target, record, name)
 
 
 def patches(student: Student, floats: Floats) -> Iterator[Patch]:
@@ -127,6 +118,25 @@ def _manifest(checkpoint: Checkpoint, record: dict) -> dict | None:
             row.pop(name, None)
     stored.pop("loss", None)
     return stored | {"distilled": record}
+
+
+def _write_card(checkpoint: Checkpoint, target: Path, record: dict, name: str) -> None:
+    """Write the model card: the student's, with what changed, and a section on distillation. Text of another
+    tool's card does not change."""
+    path = checkpoint.folder / card.CARD
+    head, text = card.read(path)
+    if head.get("quantized_by") != "quantkit":
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        (target / card.CARD).write_text(text + _card(record, name))
+        return
+    head.pop("model-index", None)  # outdated, as the loss is
+    text = re.sub(r"^KL divergence from the original: .*\n\n?", "", text, flags=re.MULTILINE)
+    text = card.renamed(text, checkpoint.name, name)
+    load = clients.how_to_load(describe(open_contents(str(target)))["clients"], name)
+    text = card.section(text, "load", load)
+    evaluate = f"`quantkit eval {record['teacher']['name']} {name} --text TEXT --card {name}`"
+    text = card.section(text, "eval", f"On a text of yours: {evaluate}.")
+    card.write(target / card.CARD, head, text + _card(record, name))
 
 
 def _card(record: dict, name: str) -> str:
