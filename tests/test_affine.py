@@ -9,6 +9,7 @@ from torch import Tensor
 from quantkit.grids import affine
 from quantkit.grids.affine import SCALE_MAX, SCALE_MIN, AffineGrid, AffineParams
 from quantkit.grids.grid import QuantizedWeight, flat, join, matrix, rows
+from quantkit.quantize import methods
 
 BITS = (2, 3, 4, 8)
 GRIDS = [
@@ -185,6 +186,28 @@ def test_a_negative_scale_gives_the_longer_side_to_the_weights_that_need_it(bits
     mirrored = grid.fit(-weight, importance)
     assert torch.equal(mirrored.scale, -params.scale)
     assert torch.equal(grid.round(-weight, mirrored), grid.round(weight, params))
+
+
+@pytest.mark.parametrize(
+    "method, options, signed",
+    [
+        ("gptq", {}, True),
+        ("gptq", {"solver": "rtn"}, True),
+        ("gptq", {"signed_scales": False}, False),
+        ("gptq", {"layout": "compressed-tensors"}, True),
+        ("gptq", {"layout": "compressed-tensors", "activations": "int8"}, False),
+        ("gptq", {"layout": "compressed-tensors", "activations": "fp8"}, False),
+        ("awq", {"sym": True}, True),
+        ("awq", {"sym": True, "signed_scales": False}, False),
+        ("w8a8", {}, False),
+    ],
+)
+def test_kernels_that_read_scales_as_unsigned_get_none_below_zero(method, options, signed):
+    made = methods.create(method, **options)
+    weight = groups("normal", size=128)
+    grid = made.grid(made.width(128), "model.layers.0.mlp.up_proj")
+    for params in (grid.fit(weight), grid.fit(weight, importances(128))):
+        assert bool((params.scale < 0).any()) == signed
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

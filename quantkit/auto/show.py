@@ -79,7 +79,7 @@ def _print_plan(console: Console, record: dict[str, Any]) -> None:
 
 def _time(seconds: float | None) -> str:
     if seconds is None:
-        return "unknown: it is known for one process on a CPU with default options"
+        return "unknown: only jobs of one process on a CPU with default options were measured"
     return f"about {duration(seconds)}, by a benchmark of this machine"
 
 

@@ -93,7 +93,7 @@ class AffineGrid(WholeLevels):
     def _search(self, scale: Tensor, zero: Tensor, weight: Tensor, roots: Tensor) -> None:
         """Replace the full range's `scale [rows]` by the best for `weight [rows, group_size]`, in place.
 
-        The result is never worse than the full range, which is one of RANGES: the float16 scale nearest to
+        The result is never worse than the full range of its sign, one of RANGES: the float16 scale nearest to
         the best has the least error for given codes, and rounding again can only lower the error.
         """
         rows = rows_at_once(weight.device, weight.shape[1], TEMPORARIES)
@@ -111,8 +111,8 @@ class AffineGrid(WholeLevels):
             scale[part] *= self._best(x, weighted, zero[part], root, buffers)
 
     def _sign(self, x: Tensor, root: Tensor, buffer: Tensor) -> Tensor:
-        """Return the better sign of each group's scale, 1 or -1, by `Σ h x^(2^bits + 1)`: the more bits, the
-        fewer weights are beyond the last level of the shorter side."""
+        """Return the better sign of each group's scale, 1 or -1, by the sign of `Σ h x^(2^bits + 1)`. With
+        more bits fewer weights are beyond the shorter side's last level, so the power is higher."""
         torch.mul(x, 2.0 ** (1 - self.bits), out=buffer)  # within ±1
         for _ in range(self.bits):
             buffer.square_()
