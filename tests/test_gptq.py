@@ -13,6 +13,7 @@ from reference_gptq import gptq as reference
 from reference_gptq import order_of
 from reference_gptq import refine as reference_refine
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.grids import ggml
 from quantkit.grids.affine import AffineGrid
@@ -62,6 +63,26 @@ def settled(in_features: int, grid: AffineGrid, act_order: str, rows: int = 4):
 def loss(delta: Tensor, hessian: Tensor) -> float:
     """`tr(dW H dWᵀ)`, literally."""
     return torch.trace(delta.double() @ hessian.double() @ delta.double().T).item()
+
+
+class Made(TorchDispatchMode):
+    """Counts the tensors of at least `size` values that operations allocate."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size, self.seen, self.kept = size, set(), []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        given = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)]
+        known = {x.untyped_storage().data_ptr() for x in given}
+        result = op(*args, **(kwargs or {}))
+        for made in result if isinstance(result, tuple) else (result,):
+            if isinstance(made, Tensor) and made.numel() >= self.size:
+                storage = made.untyped_storage()
+                if storage.data_ptr() not in known | self.seen:
+                    self.kept.append(storage)  # so that no other takes its address
+                    self.seen.add(storage.data_ptr())
+        return result
 
 
 CASES = [  # in_features, grid; the solver's blocks are 128 columns
@@ -382,3 +403,15 @@ def test_rtn_solver_is_the_grid_group_by_group():
     expected = grid.decode(grid.round(groups, params), params).view_as(weight)
     assert torch.equal(solved.weight.values(), expected)
     assert solved.error is None and solved.rtn_error is None and solved.fallback is None
+
+
+def test_rows_that_are_one_group_need_no_further_copy_of_the_hessian():
+    weight, _, hessian = problem(256)
+    grid, order = AffineGrid(8, 256), torch.arange(256)
+    A, damping, _ = factorize(hessian, 0.01, order)
+    U, D = gptq.unit_upper(A)
+    copy = damped(hessian, order, damping)
+    with Made(hessian.numel()) as made:
+        chosen = gptq.sweep(weight.T.contiguous(), U, D, grid)
+        refine(weight.T.contiguous(), chosen, grid, copy, 2)
+    assert len(made.seen) == 0

@@ -83,7 +83,8 @@ class Peak(Magnitude):
     """Largest |x| of each channel."""
 
     def add(self, rows: Tensor) -> None:
-        self.sums = torch.maximum(self.sums, rows.abs().amax(0))
+        for largest in (rows.amax(0), -rows.amin(0)):  # without a copy of all rows
+            torch.maximum(self.sums, largest, out=self.sums)
 
     def gather(self) -> None:
         distributed.largest_(self.sums)

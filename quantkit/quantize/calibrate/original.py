@@ -80,7 +80,7 @@ class Original:
             return None
         inputs = self._inputs[site].pop(k).to(self._skeleton.device, non_blocking=True)
         if site in self._scales:
-            inputs = inputs / self._scales[site]
+            inputs = (inputs / self._scales[site]).to(inputs.dtype)
         if len(site.linears) > 1:
             return Counterpart(inputs)
         (name,) = site.linears

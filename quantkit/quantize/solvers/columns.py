@@ -79,6 +79,7 @@ class Columns:
     def __init__(self, Wt: Tensor, U: Tensor, grid: Grid):
         self.grid, self.chain, size = grid, chain_for(Wt.device, grid), grid.group_size
         self.span = max(size, BATCH // size * size)  # whole groups
+        self.whole = size == len(Wt)  # a row is one group
         rows = by_matrix(Wt, U).shape[-1]  # per matrix: results must not depend on other matrices
         self.width = min(max(rows_at_once(Wt.device, rows, RUN_TEMPORARIES), RUN), LONG_RUN)
         self.ideal, self.levels = Wt.new_empty(2, self.width, Wt.shape[1])
@@ -132,6 +133,8 @@ class Columns:
 
     def free(self, columns: slice) -> Tensor:
         """Return the best values of `columns` without rounding to the grid, given the errors before them."""
+        if self.whole:  # no errors yet, and an inverse as large as the Hessian
+            return self.Wt[columns]
         Wt, U = self.Wt[columns], self.U[..., columns, columns]
         identity = torch.eye(len(Wt), device=U.device)
         inverse = torch.linalg.solve_triangular(U, identity, upper=True, unitriangular=True)

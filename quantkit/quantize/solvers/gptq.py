@@ -166,7 +166,8 @@ def sweep(
         E = chosen.E[batch]
         if low:
             add_product(E, U[..., :low, batch].mT, chosen.E[:low])  # Σ E_k U_kj over all earlier batches
-        given = Wt[batch], U[..., batch, batch].contiguous(), D[..., batch]
+        within = U if columns.whole else U[..., batch, batch].contiguous()
+        given = Wt[batch], within, D[..., batch]
         params = fixed[low // grid.group_size : batch.stop // grid.group_size]
         changed = E, codes[batch], chosen.lost
         if replays:

@@ -89,8 +89,6 @@ class _Visit:
 
     def _descend(self) -> None:
         """Choose each column's best level again, one after another; changes `levels` and `residual`."""
-        feed = self.block.clone()
-        feed.diagonal(dim1=1, dim2=2).zero_()
         size, sub = self.levels.shape[1], self.grid.sub_size
         low, longest = 0, LONG_RUN if self.chain else RUN
         while low < size:
@@ -102,7 +100,9 @@ class _Visit:
                 self.chain(ideal.add_(levels), levels, self.block[:, run, run].mT.contiguous(), self.grid)
             else:
                 ideal.baddbmm_(self.block[:, run, run], levels)
-                columns = (part.split(1, 1) for part in (ideal, levels, feed[:, run, run]))
+                feed = self.block[:, run, run].clone()
+                feed.diagonal(dim1=1, dim2=2).zero_()
+                columns = (part.split(1, 1) for part in (ideal, levels, feed))
                 for column, level, others in zip(*columns, strict=True):
                     self.grid.snap(column.baddbmm_(others, levels, alpha=-1), level)
             moved = torch.sub(levels, old).mul_(step)
