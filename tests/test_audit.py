@@ -204,4 +204,6 @@ def test_what_cannot_be_audited_is_refused(place, written, quantkit, refuse):
     error, _ = refuse(UNSUPPORTED, "verify", model, *options, 1)
     assert "records no job" in error
     refuse(USAGE, "verify", output, *options, 0)
+    error, _ = refuse(USAGE, "verify", output, *options, 99)
+    assert error.endswith("has 2 quantized blocks")
     refuse(USAGE, "verify", output, "--reproduce", 1)

@@ -33,7 +33,7 @@ from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.gptq import GptqLayout
-from quantkit.models.files import checksums, gguf_file, gguf_writer
+from quantkit.models.files import card, checksums, gguf_file, gguf_writer
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
@@ -348,6 +348,9 @@ def test_a_gguf_file_keeps_its_metadata_and_its_other_tensors(workplace, tmp_pat
     sums = [checksums.of_file(path, gguf_file.read_whole_header(path).tensors) for path in (made, out)]
     assert [metadata.pop(checksums.IN_FILE), others.pop(checksums.IN_FILE)] == sums and sums[0] != sums[1]
     assert metadata == others and list(infos) == list(found)
+    assert card.read(card.path_of(made))[0] == card.read(card.path_of(out))[0]
+    text = card.read(card.path_of(out))[1]
+    assert text.startswith("\n# out.gguf\n") and "\n## Distilled\n" in text
     assert made.read_bytes()[-infos["token_embd.weight"].nbytes :]  # tensors lie at other places
     for name, info in infos.items():
         assert (info.dtype, info.shape, info.nbytes) == (

@@ -166,6 +166,10 @@ def test_the_command_is_printed_and_nothing_is_started(quantkit, make, demo_mode
     assert told["env"].items() >= {"HF_HUB_OFFLINE": "1"}.items()
     assert told["argv"][-1] == words[-1] and words[port] != "0" and done.out.count("\n") == 1
     assert told["room"]["ctx"] == 256
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        printed = quantkit("serve", demo_model, "--print", "--device", "cpu", "--port", port, "--offline")
+    assert printed.code == 0 and port in shlex.split(printed.out)
 
 
 def test_what_is_refused_before_anything_starts(refuse, demo_model, tiny_model):

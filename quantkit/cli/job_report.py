@@ -107,8 +107,10 @@ def print_plans(jobs: Sequence[Job]) -> None:
 def _sizes(sized: JobPlan | Summary, linears: int) -> dict[str, str]:
     """Return the sizes of source and output, and the bits per weight of the output."""
     before, after = sized.source_bytes, sized.output_bytes
-    ratio = f"{after / before:.2f}× larger" if after > before else f"{before / after:.2f}× smaller"
-    sizes = f"{megabytes(before)} → {megabytes(after)} ({ratio})"
+    large, small = max(before, after), min(before, after)
+    ratio = f"{large / small:.2f}× {'larger' if after > before else 'smaller'}"
+    unchanged = large < 1.005 * small
+    sizes = f"{megabytes(before)} → {megabytes(after)} ({'as large' if unchanged else ratio})"
     bits = f"{sized.bits_per_weight_model:.2f} over the whole model"
     if sized.bits_per_weight is not None:
         word = count(linears, "linear") if sized.matrices == linears else f"{sized.matrices} matrices"

@@ -57,7 +57,7 @@ def command(
         from quantkit.serving.server.job import compare, prepare
 
         opened = values["revision"], values["offline"]
-        prepared = prepare(model, settings, *opened, progress, fetch=not print_only)
+        prepared = prepare(model, settings, *opened, progress, starts=not print_only)
         for warning in prepared.warnings:
             progress.warn(warning)
         checked = check and not print_only

@@ -174,7 +174,7 @@ class Job:
         student = self.training.student
         progress.phase("writing the checkpoint")
         with timings("write"), self.staging.assemble() as target:
-            publish.write(student, floats, record, target, self.staging.output.name)
+            publish.write(student, floats, record, target, self.staging.output)
         progress.phase("verifying what was written")
         with timings("verify"):
             publish.verify(student, floats, target, self.training.held_out[0])

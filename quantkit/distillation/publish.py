@@ -31,9 +31,10 @@ IN_FILE = "quantkit.manifest"  # the manifest's key in a GGUF file
 Patch = tuple[Path, int, bytes]  # file, offset, new bytes
 
 
-def write(student: Student, floats: Floats | None, record: dict, target: Path, name: str) -> None:
-    """Write the output to `target`, a folder or a GGUF file. floats: by name in the model; None leaves all
-    tensors unchanged. record: JSON for manifest and model card. name: the output's final name.
+def write(student: Student, floats: Floats | None, record: dict, target: Path, output: Path) -> None:
+    """Write the output to `target`, a folder or a GGUF file, which becomes `output`. floats: by name in the
+    model; None leaves all tensors unchanged. record: JSON for manifest and model card. The card of a file is
+    next to it, and does not replace another tool's.
     """
     checkpoint = student.checkpoint
     changes = patches(student, floats) if floats is not None else iter(())
@@ -47,6 +48,9 @@ def write(student: Student, floats: Floats | None, record: dict, target: Path, n
             _write(target, start + moved, data)
         gguf_writer.fill(target, LOSS, "")
         gguf_writer.seal(target)
+        place = card.path_of(output)
+        if card.is_free(place):
+            _write_card(checkpoint, target, place, record, output.name)
         return
     target.mkdir()
     paths = sorted(path for path in untrusted.entries(checkpoint.folder) if path.is_file())
@@ -56,7 +60,7 @@ def write(student: Student, floats: Floats | None, record: dict, target: Path, n
     if manifest is not None:
         manifest = manifest | {"files": checksums.of_folder(target)}
         (target / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
-    _write_card(checkpoint, target, record, name)
+    _write_card(checkpoint, target, target / card.CARD, record, output.name)
 
 
 def patches(student: Student, floats: Floats) -> Iterator[Patch]:
@@ -120,23 +124,23 @@ def _manifest(checkpoint: Checkpoint, record: dict) -> dict | None:
     return stored | {"distilled": record}
 
 
-def _write_card(checkpoint: Checkpoint, target: Path, record: dict, name: str) -> None:
-    """Write the model card: the student's, with what changed, and a section on distillation. Text of another
-    tool's card does not change."""
-    path = checkpoint.folder / card.CARD
+def _write_card(checkpoint: Checkpoint, target: Path, place: Path, record: dict, name: str) -> None:
+    """Write the model card of `target` to `place`: the student's, with what changed, and a section on
+    distillation. Text of another tool's card does not change. name: of the finished output."""
+    path = card.path_of(checkpoint.folder)
     head, text = card.read(path)
     if head.get("quantized_by") != "quantkit":
         text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-        (target / card.CARD).write_text(text + _card(record, name))
+        place.write_text(text + _card(record, name))
         return
     head.pop("model-index", None)  # outdated, as the loss is
     text = re.sub(r"^KL divergence from the original: .*\n\n?", "", text, flags=re.MULTILINE)
-    text = card.renamed(text, checkpoint.name, name)
+    text = card.renamed(text, checkpoint.name if path.name == card.CARD else path.stem, name)
     load = clients.how_to_load(describe(open_contents(str(target)))["clients"], name)
     text = card.section(text, "load", load)
     evaluate = f"`quantkit eval {record['teacher']['name']} {name} --text TEXT --card {name}`"
     text = card.section(text, "eval", f"On a text of yours: {evaluate}.")
-    card.write(target / card.CARD, head, text + _card(record, name))
+    card.write(place, head, text + _card(record, name))
 
 
 def _card(record: dict, name: str) -> str:

@@ -29,7 +29,7 @@ from quantkit import __version__
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError, count, name_all, require
 from quantkit.grids.grid import QuantizedWeight
 from quantkit.inspection.names import split
-from quantkit.layouts import LinearSpec
+from quantkit.layouts import LinearSpec, Statistic
 from quantkit.layouts.ggml.blocks import decode_rows
 from quantkit.models.files import gguf_shards, headers, reading, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
@@ -52,6 +52,7 @@ from quantkit.quantize.transforms.scaling import ColumnScaling, Losses
 
 SCHEMA = "quantkit.reproduction/1"
 LINEAR_BOUND, ROW_BOUND, MOVE_BOUND = 0.05, 2.0, 4.0  # in losses of a linear solved again, and of its move
+COUPLED_BOUND = 4.0  # of a row, where a solver lets rows compensate for each other
 SCALE_BOUND = 0.01  # relative: a scaled vector in bfloat16 turns over by 1/128
 EXECUTION = ("dtype", "batch_size", "sequential", "threads")
 
@@ -172,14 +173,17 @@ def _compared(
     what = f"{stored.source} has no codes to compare of {name_all(sorted(unlike), 3)}"
     require(not unlike, what, "audit a file of another type", UNSUPPORTED)
     there = sorted({spec.block for spec in solved if not spec.embedding})
-    chosen = sorted(random.Random(seed).sample(there, min(blocks or len(there), len(there))))
+    what = f"--reproduce {blocks}: {stored.source} has {count(len(there), 'quantized block')}"
+    require((blocks or 0) <= len(there), what, "write a smaller number, or all", USAGE)
+    chosen = sorted(random.Random(seed).sample(there, blocks or len(there)))
     solving = f"solving {len(chosen)} of {count(len(there), 'block')} again"
     progress.phase(f"{solving}; the run ends with block {chosen[-1] + 1}")
     with job.staging.opened(job.fingerprint, resume=False, lasting=False), watched(job.checkpoint):
         loop = _Again(job, stored, chosen, exact, progress)
         loop.through([index not in chosen for index in range(chosen[-1] + 1)])
         rows = [*_outside(job, stored), *loop.rows]
-        problems = [_problem(row) for row in rows if not _agrees(row, exact)]
+        bound = COUPLED_BOUND if Statistic.CURVATURE in job.method.needs else ROW_BOUND
+        problems = [_problem(row) for row in rows if not _agrees(row, exact, bound)]
         problems += _others(job, stored, chosen, exact)
     return {"blocks": chosen, "of_blocks": len(there), "linears": rows, "problems": problems}
 
@@ -308,9 +312,9 @@ def _row(name: str, unlike: Tensor, losses: Sequence[Tensor] | None = None) -> d
     return row
 
 
-def _agrees(row: Mapping[str, Any], exact: bool) -> bool:
+def _agrees(row: Mapping[str, Any], exact: bool, row_bound: float) -> bool:
     bound = LINEAR_BOUND + MOVE_BOUND * row["moved"]
-    near = row["excess"] <= bound and row["row_excess"] <= ROW_BOUND
+    near = row["excess"] <= bound and row["row_excess"] <= row_bound
     return row["identical"] or (near and not exact)
 
 

@@ -129,7 +129,10 @@ def _linears(
     job = manifest.get("job", {})
     entries = {f"{row['name']}.weight": row for row in manifest.get("linears", ()) if _measure(row)}
     if not entries:
-        result["notes"].append("errors were not measured: the manifest records no errors to compare with")
+        why = "the manifest records no errors to compare with"
+        if "distilled" in manifest:
+            why = "distilling changed the scales that the recorded errors are of"
+        result["notes"].append(f"errors were not measured: {why}")
         return
     source = (manifest.get("source") or {}).get("sha256")
     if isinstance(source, str) and base.sha256() != source:

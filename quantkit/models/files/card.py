@@ -45,8 +45,13 @@ def write(path: Path, head: dict[str, Any], text: str) -> None:
 
 def write_own(path: Path, head: dict[str, Any], text: str) -> None:
     """Write a card, unless a card that quantkit did not write is there."""
-    if read(path)[0].get("quantized_by") == "quantkit" or not os.path.lexists(path):
+    if is_free(path):
         write(path, head, text)
+
+
+def is_free(path: Path) -> bool:
+    """Return whether no card is at `path`, or one that quantkit wrote."""
+    return not os.path.lexists(path) or read(path)[0].get("quantized_by") == "quantkit"
 
 
 def head(base: str | None, layout: str, folder: Path) -> dict[str, Any]:

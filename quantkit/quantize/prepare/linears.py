@@ -192,7 +192,7 @@ def _refuse_unfit(specs: Sequence[LinearSpec], layout: Layout) -> None:
     hint = "keep these linears in 16 bit with --exclude"
     if odd := [spec for spec, _ in refused if spec.in_features % spec.grid.group_size]:
         fits = [g for g in (256, 128, 64, 32, 16, 8) if not any(spec.in_features % g for spec in specs)]
-        if all("group_size" in vars(spec.grid) for spec in odd):
+        if all("group_size" in vars(spec.grid) and not spec.grid.spans_matrix for spec in odd):
             hint = f"these group sizes divide all of them: {', '.join(map(str, [*fits, -1]))}; or {hint}"
         raise QuantkitError(_by_reason(refused), hint, USAGE)
     what = f"the layout cannot hold {count(len(refused), 'linear')}: {_by_reason(refused)}"

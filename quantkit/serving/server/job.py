@@ -75,10 +75,10 @@ def prepare(
     revision: str | None = None,
     offline: bool = False,
     listen: Progress = SILENT,
-    fetch: bool = True,
+    starts: bool = True,
 ) -> Prepared:
     """Choose an engine and its arguments for a folder, a GGUF file or a hub id. A hub id is downloaded first,
-    unless `fetch` is False and `revision` is None.
+    unless `revision` is None and no server will be started (`starts`). Then its port may be in use.
 
     Raises QuantkitError for a damaged checkpoint, an engine that is missing or cannot load it, a port in use,
     too little memory, an option that the engine does not have, and a chat template that does not end.
@@ -86,7 +86,8 @@ def prepare(
     from quantkit.models.machine.device import choose_device, free_memory, is_accelerator
 
     settings.check()
-    settings = replace(settings, port=free_port(settings.host, settings.port))
+    if starts or not settings.port:
+        settings = replace(settings, port=free_port(settings.host, settings.port))
     contents = open_contents(model, revision, offline)
     described = record.describe(contents)
     refuse_problems({}, described["integrity"]["problems"])
@@ -108,7 +109,7 @@ def prepare(
     if local := hub.local(model):
         local = local.resolve() if local.is_dir() else local.absolute()  # shards lie next to a link
         path, name = str(local), gguf_shards.whole(local).stem if local.is_file() else local.name
-    elif fetch or revision or contents.path is not None:
+    elif starts or revision or contents.path is not None:
         listen.phase(f"fetching {model}")
         path = str(hub.resolve(model, revision, offline))
     if offer.engine == "llama.cpp" and Path(path).is_file():
