@@ -181,6 +181,15 @@ def test_importance_gathered_and_read_are_one(short_demo, tmp_path):
     assert raw(file)[name].tobytes() == np.asarray(expected).tobytes()
 
 
+def test_a_type_for_experts_says_that_a_model_has_none(short_demo, tmp_path):
+    options = {"type": ("MXFP4_MOE",), "solver": "rtn", "imatrix": "none"}
+    dense, mixed = (
+        jobs.prepare("gguf", model, tmp_path / "out.gguf", options).method.notes
+        for model in (short_demo, Path(__file__).parent / "data" / "demo-moe-8m")
+    )
+    assert len(dense) == 1 and "no experts" in dense[0] and not mixed
+
+
 @pytest.mark.parametrize("name", ["Q4_K_M", *nightly("F32", "IQ4_XS")])
 def test_transformers_decodes_the_file_to_the_same_weights(exported, name):
     model = hf.AutoModelForCausalLM.from_pretrained(

@@ -173,6 +173,8 @@ class Gguf(Method):
         if solved:
             choices = [_whole(*both, checkpoint) for both in zip(choices, targets, strict=True)]
         notes = _fallbacks(choices)
+        if self.stored_as == "MXFP4_MOE" and not any(choice.type == "MXFP4" for choice in choices):
+            notes.append("MXFP4_MOE stores experts in MXFP4, all else in Q8_0, and this model has no experts")
         shapes = {target.name: target.shape for target in targets}
         tokenizer = metadata.tokenizer(checkpoint, shapes[EMBEDDING][0], options.pre_tokenizer, notes.append)
         weighted = [choice for choice in choices if choice.type in TYPES and named(choice.type).weighted]
