@@ -71,7 +71,9 @@ def problem(
     inputs[:, 1:] += 0.5 * inputs[:, :-1]
     hessian = 2 * inputs.T @ inputs / len(inputs)
     values = {Statistic.HESSIAN: hessian, Statistic.MAGNITUDE: inputs.abs().mean(0)}
-    return weight.to(device), SiteStatistics({kind: value.to(device) for kind, value in values.items()})
+    return weight.to(device), SiteStatistics(
+        {kind: value.to(device) for kind, value in values.items()}, len(inputs)
+    )
 
 
 def count(run: Run, rows: int, columns: int) -> tuple[int, int]:

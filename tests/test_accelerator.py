@@ -632,8 +632,8 @@ def test_a_solver_holds_three_matrices_of_the_hessians_size():
     moments = 2 * inputs.T @ inputs / len(inputs)
     with present():
         far = [part.to("far") for part in (moments, moments, 0.01 * torch.randn(2, 4, 1024))]
-        drift = Drift(far[1], far[2], outputs=True)
-        statistics = SiteStatistics({Statistic.HESSIAN: far[0], Statistic.DRIFT: drift})
+        drift = Drift(far[1], far[2], outputs=True, tokens=len(inputs))
+        statistics = SiteStatistics({Statistic.HESSIAN: far[0], Statistic.DRIFT: drift}, len(inputs))
         del drift
         far.clear()
         solve(GptqSolver(), [weight.to("far")], [AffineGrid(4, 32)], statistics)

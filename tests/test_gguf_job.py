@@ -373,7 +373,7 @@ def test_a_head_of_six_bits_is_not_refined(type, refine, tied, damp):
     x = torch.randn(400, 256, generator=generator) * torch.rand(256, generator=generator)
     weight = torch.randn(10, 256, generator=generator)
     hessian = 2 * x.t() @ x
-    statistics = SiteStatistics({Statistic.HESSIAN: hessian})
+    statistics = SiteStatistics({Statistic.HESSIAN: hessian}, len(x))
     skeleton, block = SimpleNamespace(device="cpu"), SimpleNamespace(weights=4 * 256, embedding=False)
     material = SimpleNamespace(skeleton=skeleton, specs=[block])
     found, _ = solved_rows(weight, named(type), GgmlLayout(), material, GptqSolver(), statistics, tied)

@@ -45,14 +45,20 @@ def decoded(folder, source, tmp_path):
     return model.eval(), made
 
 
+def with_prior(hessian, tokens):
+    """Of as many further tokens as there are channels, whose channels are uncorrelated."""
+    share = tokens / (tokens + len(hessian))
+    return share * hessian + (1 - share) * torch.diag(hessian.diagonal())
+
+
 def moments(model, tokens):
-    """Second moments of the inputs of the head, by transformers."""
+    """Second moments of the inputs of the head, by transformers, with the solver's prior."""
     seen = []
     model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, 1)))
     with torch.no_grad():
         model(tokens)
     inputs = torch.cat(seen)
-    return inputs.T @ inputs * (2 / len(inputs))
+    return with_prior(inputs.T @ inputs * (2 / len(inputs)), len(inputs))
 
 
 def test_the_head_is_solved_from_the_quantized_model(source, tmp_path):

@@ -30,6 +30,7 @@ from quantkit.quantize import job, loop
 from quantkit.quantize.calibrate.states import Place, Spill, States
 from quantkit.quantize.outputs import finish
 from quantkit.quantize.prepare import plan
+from quantkit.quantize.prepare.memory import HEAP
 from quantkit.quantize.progress import Progress
 
 CPU = torch.device("cpu")
@@ -164,7 +165,7 @@ def test_states_that_do_not_fit_are_spilled_and_said_so(tiny_model, tmp_path, mo
     }
     here, there = (plans[states].plan for states in ("device", "disk"))
     states = 6 * 32 * 64 * 4
-    saved = memory.HEAP * (states - 3 * states // 6)
+    saved = HEAP * (states - 3 * states // 6)
     assert here.memory_bytes - there.memory_bytes == pytest.approx(saved, abs=1)
     assert there.disk_bytes - here.disk_bytes == states
     monkeypatch.setattr(plan, "free_memory", lambda device: there.memory_bytes)

@@ -1,5 +1,6 @@
 """--target original: error feedback that makes up for what was lost before (`retarget`)."""
 
+from dataclasses import replace
 from functools import partial
 
 import blocks
@@ -165,11 +166,39 @@ def test_scaled_inputs_move_scaled_weights_alike():
     torch.testing.assert_close(scaled / scale, moved, rtol=0, atol=2e-3)
 
 
+def test_the_prior_is_uncorrelated_tokens():
+    _, _, _, statistics = site(signal=1.0, tokens=200)
+    drift = replace(statistics[Statistic.DRIFT], hessian=2 * statistics.hessian, tokens=50)
+    statistics[Statistic.DRIFT] = drift
+    before, apart = statistics.hessian.clone(), drift.hessian.clone()
+    for _ in range(2):  # only once
+        statistics.shrink()
+        for now, then, tokens in ((statistics.hessian, before, 200), (drift.hessian, apart, 50)):
+            means = then * (tokens / (tokens + WIDTH))
+            means.diagonal().copy_(then.diagonal())
+            torch.testing.assert_close(now, means)
+    mixed = SiteStatistics({Statistic.HESSIAN: before.clone()}, 200).mixed(statistics, "routed")
+    mixed.shrink()  # an expert's prior is its layer
+    torch.testing.assert_close(mixed.hessian, before)
+
+
+def test_few_tokens_do_not_decide_the_rounding():
+    """Of other inputs of the same kind, less is lost with the prior."""
+    mix, weight, lost = randn(WIDTH, WIDTH, seed=1), randn(ROWS, WIDTH, seed=2), {}
+    few, others = (randn(count, WIDTH, seed=seed) @ mix for count, seed in ((WIDTH, 3), (4096, 4)))
+    for has_prior in (True, False):
+        moments = {Statistic.HESSIAN: 2 * few.T @ few / len(few)}
+        statistics = SiteStatistics(moments, len(few), has_prior=not has_prior)
+        (solved,) = solve(GptqSolver(), [weight], [AffineGrid(4, 8)], statistics)
+        lost[has_prior] = (others @ (solved.weight.values() - weight).T).square().mean().item()
+    assert lost[True] < 0.9 * lost[False]
+
+
 def test_error_feedback_comes_nearer_to_the_original():
     weight, inputs, meant, statistics = site(signal=1.0)
     grid = AffineGrid(4, 8)
     errors = {}
-    own = SiteStatistics({Statistic.HESSIAN: statistics.hessian.clone()})
+    own = SiteStatistics({Statistic.HESSIAN: statistics.hessian.clone()}, statistics.tokens)
     for name, known in (("own", own), ("original", statistics)):
         (solved,) = solve(GptqSolver(), [weight], [grid], known)
         assert solved.fallback is None

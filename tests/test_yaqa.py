@@ -132,11 +132,11 @@ def test_with_the_original_as_the_target_it_rounds_the_moved_weights():
     weight, root = torch.randn(16, 32, generator=generator), torch.randn(16, 16, generator=generator)
     drift = torch.stack([half.t() @ half for half in (0.1 * x[:300], 0.1 * x[300:])])
     hessian, curvatures = 2 * x.t() @ x / 600, [root @ root.t()]
-    drift = Drift(hessian, drift / 300, outputs=False)
+    drift = Drift(hessian, drift / 300, outputs=False, tokens=300)
     grid = AffineGrid(3, 16, True)
     moved = retarget([weight], drift, 0.01)
     assert not torch.allclose(moved[0], weight, atol=1e-3)
-    statistics = SiteStatistics({Statistic.HESSIAN: hessian, Statistic.DRIFT: drift})
+    statistics = SiteStatistics({Statistic.HESSIAN: hessian, Statistic.DRIFT: drift}, has_prior=True)
     (one,) = solve(YaqaSolver(target="original"), [weight], [grid], statistics, curvatures)
     (other,) = YaqaSolver().solve(moved, [grid], hessian, curvatures)
     assert torch.equal(one.weight.values(), other.weight.values())

@@ -40,8 +40,9 @@ def solve(
     statistics: SiteStatistics,
     curvatures: Sequence[Tensor | None] = (),
 ) -> list[Solved]:
-    """Return the linears of a site, quantized. Ranks share them, largest first. A drift is taken out of the
-    statistics, because its matrices, as large as the Hessian, must be freed before the weights are rounded.
+    """Return the linears of a site, quantized. Ranks share them, largest first. The statistics are shrunk
+    (`SiteStatistics.shrink`), and a drift is taken out of them: its matrices, as large as the Hessian, must
+    be freed before the weights are rounded.
 
     See `Solver.solve` for the other arguments.
     """
@@ -51,6 +52,8 @@ def solve(
     solved = []
     if share:
         targets = [weights[k] for k in share]
+        if Statistic.HESSIAN in statistics:
+            statistics.shrink()
         if Statistic.DRIFT in statistics:
             targets = retarget(targets, statistics.pop(Statistic.DRIFT), solver.damp)
         hessian, curved = statistics.get(Statistic.HESSIAN), [curvatures[k] for k in share if curvatures]

@@ -255,7 +255,7 @@ class SiteSums:
             complete = drifting.tokens == self.tokens and not drifting.weighted
             hessian = statistics.hessian if complete else drifting.hessian.mean(drifting.tokens)
             halves = drifting.halves.mul_(2 / drifting.tokens)
-            statistics[Statistic.DRIFT] = Drift(hessian, halves, drifting.outputs)
+            statistics[Statistic.DRIFT] = Drift(hessian, halves, drifting.outputs, drifting.tokens)
         return statistics
 
     def _gather(self) -> None:

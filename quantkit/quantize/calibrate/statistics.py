@@ -23,29 +23,33 @@ Choice = Literal["shrink", "routed", "all"]  # the tokens that an expert's stati
 class Drift:
     """The distance of a site's outputs from the original model's, of the tokens that both models ran.
 
-    hessian: H of these tokens; the site's own tensor if they are all tokens. halves: one part for each half
-    of the tokens, to be added up. With X̃ the original model's inputs, a part is `2 (X̃ - X)ᵀX / tokens`,
-    `[in, in]`; or if `outputs`, where a linear has the site alone, `2 ((X̃ - X)Wᵀ + R)ᵀX / tokens`,
-    `[out, in]`, with R the original minus the quantized model's hidden states to which that linear adds its
-    output. In that last case each token is first divided by the root mean square of its hidden state, in
-    `hessian` as well.
+    tokens: their number. hessian: H of them; the site's own tensor if they are all tokens. halves: one
+    part for each half of the tokens, to be added up. With X̃ the original model's inputs, a part is `2
+    (X̃ - X)ᵀX / tokens`, `[in, in]`; or if `outputs`, where a linear has the site alone, `2 ((X̃ - X)Wᵀ +
+    R)ᵀX / tokens`, `[out, in]`, with R the original minus the quantized model's hidden states to which
+    that linear adds its output. In that last case each token is first divided by the root mean square of
+    its hidden state, in `hessian` as well.
     """
 
     hessian: Tensor
     halves: Tensor
     outputs: bool
+    tokens: int
 
 
 class SiteStatistics(dict[Statistic, Any]):
     """The statistics of one site that a job needs, and no others. tokens: number of rows of the inputs X.
+    has_prior: pseudo-tokens were added (`mixed`, `shrink`).
 
     Values are float32 tensors: HESSIAN `[in, in]`, INPUTS `[few, in]`, FOURTH `[2, in]`, others `[in]`. DRIFT
     is a `Drift`.
     """
 
-    def __init__(self, values: Mapping[Statistic, Any] | None = None, tokens: int = 0):
+    def __init__(
+        self, values: Mapping[Statistic, Any] | None = None, tokens: int = 0, has_prior: bool = False
+    ):
         super().__init__(values or {})
-        self.tokens = tokens
+        self.tokens, self.has_prior = tokens, has_prior
 
     @property
     def hessian(self) -> Tensor:
@@ -59,7 +63,8 @@ class SiteStatistics(dict[Statistic, Any]):
 
     def divided(self, scale: Tensor) -> SiteStatistics:
         """Return what a solver needs for inputs divided by `scale [in]`; changes Hessians in place."""
-        divided = SiteStatistics({Statistic.HESSIAN: _divide(self.hessian, scale)}, self.tokens)
+        hessian = _divide(self.hessian, scale)
+        divided = SiteStatistics({Statistic.HESSIAN: hessian}, self.tokens, self.has_prior)
         if Statistic.PEAK in self:
             divided[Statistic.PEAK] = self[Statistic.PEAK] / scale
         if drift := self.get(Statistic.DRIFT):
@@ -82,7 +87,7 @@ class SiteStatistics(dict[Statistic, Any]):
         (Haff 1980, "Empirical Bayes estimation of the multivariate normal covariance matrix"; Ledoit and Wolf
         2004 shrink likewise, towards the identity). An expert without tokens has the layer's statistics.
         """
-        mixed = SiteStatistics(self, self.tokens)
+        mixed = SiteStatistics(self, self.tokens, has_prior=True)
         for statistic, values in self.items():
             share = borrowed(self.tokens, values.shape[-1], choice)
             if not share or statistic is Statistic.INPUTS or (statistic is Statistic.PEAK and self.tokens):
@@ -94,11 +99,31 @@ class SiteStatistics(dict[Statistic, Any]):
                 mixed[statistic] = shared.clone()
         return mixed
 
+    def shrink(self) -> None:
+        """Add the prior of a site that is no expert's, in place: `in_features` pseudo-tokens whose channels
+        are uncorrelated. Products of different channels are then means over n + d instead of n tokens.
+
+        Without it, error feedback fits the noise of few tokens: on SmolLM2-135M in 4 bits, 2,048 tokens, the
+        KL divergence is 0.31 instead of 0.19, with 32,768 tokens 0.119 instead of 0.113. Twice as many
+        pseudo-tokens are too many.
+        """
+        if not self.has_prior:
+            self.has_prior, drift = True, self.get(Statistic.DRIFT)
+            _shrink(self.hessian, self.tokens)
+            if drift and drift.hessian is not self.hessian:
+                _shrink(drift.hessian, drift.tokens)
+
     def refuse_not_finite(self, linear: str, dtype: str) -> None:
         """Raise QuantkitError naming `linear` if its inputs overflowed in `dtype`."""
         what = f"activations entering {linear} are not finite in {dtype}"
         hint = "try --dtype float32; if that fails too, the checkpoint itself overflows"
         require(all(map(is_finite, self.tensors())), what, hint)
+
+
+def _shrink(moments: Tensor, tokens: int) -> None:
+    diagonal = moments.diagonal().clone()
+    moments.mul_(tokens / (tokens + len(moments)))
+    moments.diagonal().copy_(diagonal)
 
 
 def _divide(moments: Tensor, scale: Tensor) -> Tensor:
