@@ -56,6 +56,7 @@ def test_a_card_declares_its_origin_and_how_to_load_it(make, original, tmp_path)
     again = recipe.merge(recipe.parse("card", "card", block), [], {"model": "m"})
     job = json.loads((tmp_path / "out" / "quantkit.json").read_text())["job"]
     assert vars(again.method.options) == job["options"] and again.run.exclude == ("mlp",)
+    assert again.run.dtype == job["execution"]["dtype"]
     assert (again.calibration.samples, again.calibration.seqlen) == (6, 32)
 
 

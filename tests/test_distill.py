@@ -443,7 +443,7 @@ def test_refusals(workplace, refuse, tiny_model):
     error, hint = refuse(2, "distill", teacher, teacher)
     assert "is teacher and student" in error
     error, hint = refuse(4, "distill", student, teacher)
-    assert "is not quantized" in error
+    assert "is not quantized" in error and hint.endswith(f"comes first: quantkit distill {teacher} {student}")
     error, hint = refuse(4, "distill", teacher, tiny_model("llama", name="plain", tokenizer=True))
     assert "is not quantized" in error and "quantkit gptq" in hint
     cut = tiny_model("llama", name="cut", tokenizer=True, num_hidden_layers=2)

@@ -11,6 +11,9 @@ import transformers
 from nights import nightly
 from safetensors.torch import load_file, save_file
 
+from quantkit.grids.ggml import named
+from quantkit.layouts import Statistic
+from quantkit.layouts.ggml import GgmlLayout
 from quantkit.models.files import headers
 from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
@@ -241,3 +244,12 @@ def test_what_a_user_is_warned_of():
     assert "3.41 against 0.96; try --target own or --transform none or --solver rtn" in found
     assert "try --solver rtn" in warning(3.41, 0.96, **feedback | {"target": "own", "transform": "none"})
     assert "predicts little like the original" in warning(1.2, 1.5) and warning(0.99, None) is None
+
+
+@pytest.mark.parametrize("type, expected", [("Q4_K", True), ("IQ2_XXS", False)])
+def test_types_that_need_importance_have_no_baseline(type, expected):
+    specs = [SimpleNamespace(grid=named(type), block=0, embedding=False)]
+    method = SimpleNamespace(needs={Statistic.HESSIAN}, layout=GgmlLayout())
+    assert (
+        loss._has_baseline(SimpleNamespace(specs=specs, method=method), SimpleNamespace(depth=1)) is expected
+    )

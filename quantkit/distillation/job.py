@@ -256,7 +256,10 @@ def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:
     hint = "give the original model first, then the compressed model"
     require(apart, f"{request.student} is teacher and student", hint, USAGE)
     what = f"{request.student} is not quantized: all its weights are floats"
-    require(student.quantized, what, f"compress it first: quantkit gptq {request.student}", UNSUPPORTED)
+    hint = f"compress it first: quantkit gptq {request.student}"
+    if teacher.quantized:
+        hint = f"the teacher comes first: quantkit distill {request.student} {request.teacher}"
+    require(student.quantized, what, hint, UNSUPPORTED)
     check_comparable((teacher, student), HINT)
     return teacher, student
 

@@ -76,7 +76,7 @@ def finish(
             measured = _verify(job, final_states, reference, expected, progress)
         dtype = job.plan.execution.dtype
         if expected and (warning := loss.warning(measured, job.request.method.options, dtype)):
-            progress.warn(warning)
+            progress.warn(f"{job.staging.output.name}: {warning}" if len(jobs) > 1 else warning)
         summaries.append(summarize(job, timings, measured))
         draft.output.describe(draft, summaries[-1])
         job.staging.publish()

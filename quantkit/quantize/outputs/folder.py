@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # gguf takes a while to import, and few jobs need it
     from quantkit.models.gguf.imatrix import Imatrix
 
 TIMINGS = "quantkit-timings.json"
+RECIPE_RUN = ("exclude", "override", "experts", "allow_requantize", "max_shard_gb")
 
 
 class Output:
@@ -198,7 +199,7 @@ def recipe_of(manifest: dict) -> str:
     recipe = {
         "method": manifest["method"],
         "quant": {key: value for key, value in job["options"].items() if key != "like"},  # the hash of a file
-        "run": {key: job[key] for key in ("exclude", "override") if job[key]},
+        "run": {key: job[key] for key in RECIPE_RUN if job.get(key)} | {"dtype": job["execution"]["dtype"]},
     }
     if calibration:
         names = ("samples", "seqlen", "seed")

@@ -74,7 +74,10 @@ def of_original(job: Job, listen: Callable[[int, int], None]) -> Expected:
 
 
 def _has_baseline(job: Job, skeleton: Skeleton) -> bool:
-    """Return whether a job has error feedback, no stored scales of inputs, and no head as a last block."""
+    """Return whether a job has error feedback, no stored scales of inputs, no head as a last block, and no
+    type that nobody rounds to without importance."""
+    if not all(getattr(spec.grid, "unweighted", True) for spec in job.specs):
+        return False
     head = any(spec.block >= skeleton.depth for spec in job.specs if not spec.embedding)
     scales = Statistic.PEAK in job.method.layout.needs
     return Statistic.HESSIAN in job.method.needs and not scales and not head
