@@ -415,3 +415,12 @@ def test_rows_that_are_one_group_need_no_further_copy_of_the_hessian():
         chosen = gptq.sweep(weight.T.contiguous(), U, D, grid)
         refine(weight.T.contiguous(), chosen, grid, copy, 2)
     assert len(made.seen) == 0
+
+
+@pytest.mark.parametrize("type", ["Q2_K", "Q4_K", "Q6_K"])
+def test_a_row_that_is_one_group_is_solved_as_one_of_two_that_do_not_depend_on_each_other(type):
+    weight, _, hessian = problem(256, rows=32)
+    solver = GptqSolver(act_order="none", refine=0)
+    (one,) = solver.solve([weight], [ggml.named(type)], hessian)
+    (two,) = solver.solve([weight.repeat(1, 2)], [ggml.named(type)], torch.block_diag(hessian, hessian))
+    assert one.error == pytest.approx(two.error, rel=0.02)

@@ -103,9 +103,9 @@ class SiteStatistics(dict[Statistic, Any]):
         """Add the prior of a site that is no expert's, in place: `in_features` pseudo-tokens whose channels
         are uncorrelated. Products of different channels are then means over n + d instead of n tokens.
 
-        Without it, error feedback fits the noise of few tokens: on SmolLM2-135M in 4 bits, 2,048 tokens, the
-        KL divergence is 0.31 instead of 0.19, with 32,768 tokens 0.119 instead of 0.113. Twice as many
-        pseudo-tokens are too many.
+        Without it, error feedback fits the noise of few tokens. On SmolLM2-135M in 4 bits it lowers the KL
+        divergence from 0.305 to 0.195 with 2,048 tokens, from 0.119 to 0.110 with 32,768. The inverse-Wishart
+        prior is that of `mixed`, with the diagonal of H in place of the layer's moments.
         """
         if not self.has_prior:
             self.has_prior, drift = True, self.get(Statistic.DRIFT)

@@ -242,10 +242,8 @@ def peak_memory(stages: Stages) -> Peak:
     largest = 0 if shapes.by_rows and not stages.outside else shapes.largest
     later = max(largest, loss_memory(shapes, accelerated)) + 2 * shapes.largest * stages.outside
     rest = (shapes.rest - shapes.by_rows) * shapes.element
-    stages_sum = sum(stages.computing().values())
-    if stages.needs and not accelerated:
-        stages_sum = int(HEAP * stages_sum)
-    computing = rest + max(stages_sum, later)
+    holes = HEAP if stages.needs and not accelerated else 1
+    computing = rest + max(int(holes * sum(stages.computing().values())), later)
     if not accelerated:
         return Peak(0, LOADED_LATER_BYTES + computing)
     reading = max(shapes.largest, shapes.block * shapes.element) + 3 * shapes.largest_linear

@@ -133,7 +133,7 @@ class Columns:
 
     def free(self, columns: slice) -> Tensor:
         """Return the best values of `columns` without rounding to the grid, given the errors before them."""
-        if self.whole:  # no errors yet, and an inverse as large as the Hessian
+        if self.whole and not columns.start:  # no errors yet, and an inverse as large as the Hessian
             return self.Wt[columns]
         Wt, U = self.Wt[columns], self.U[..., columns, columns]
         identity = torch.eye(len(Wt), device=U.device)
