@@ -23,12 +23,12 @@ Choice = Literal["shrink", "routed", "all"]  # the tokens that an expert's stati
 class Drift:
     """The distance of a site's outputs from the original model's, of the tokens that both models ran.
 
-    tokens: their number. hessian: H of them; the site's own tensor if they are all tokens. halves: one
-    part for each half of the tokens, to be added up. With X̃ the original model's inputs, a part is `2
-    (X̃ - X)ᵀX / tokens`, `[in, in]`; or if `outputs`, where a linear has the site alone, `2 ((X̃ - X)Wᵀ +
-    R)ᵀX / tokens`, `[out, in]`, with R the original minus the quantized model's hidden states to which
-    that linear adds its output. In that last case each token is first divided by the root mean square of
-    its hidden state, in `hessian` as well.
+    tokens: their number. hessian: H of them; the site's own tensor if they are all tokens. halves: one part
+    for each half of the tokens, to be added up. With X̃ the original model's inputs, a part is
+    `2 (X̃ - X)ᵀX / tokens`, `[in, in]`; or if `outputs`, where a linear has the site alone,
+    `2 ((X̃ - X)Wᵀ + R)ᵀX / tokens`, `[out, in]`, with R the original minus the quantized model's hidden
+    states to which that linear adds its output. In that last case each token is first divided by the root
+    mean square of its hidden state, in `hessian` as well.
     """
 
     hessian: Tensor
