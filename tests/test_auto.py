@@ -278,7 +278,8 @@ def test_a_result_is_whole_on_a_narrow_terminal(monkeypatch, capsys):
             "searched": made | {"name": "searched"}, "uniform": made, "cache": None,
             "measured_on": {"tokens": 9, "text": "text"},
             "gguf": made | {"name": "Q4_K_M", "kld": 0.003, "predicted_kld": None}, "kept": "searched",
-            "output": "out", "reached": True, "seconds": 2, "sensitivities_seconds": 1,
+            "output": "out", "reached": True, "seconds": 2,
+            "sensitivities_read": False, "sensitivities_seconds": 1,
         }
     )  # fmt: skip
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -286,6 +287,7 @@ def test_a_result_is_whole_on_a_narrow_terminal(monkeypatch, capsys):
     assert ["searched", "uniform"] in rows
     assert ["size", *["123.46", "GB"] * 2] in rows
     assert ["measured", "KL", "divergence", *["0.03000", "±", "0.00100"] * 2] in rows
+    assert ["predicted", "KL", "divergence", "0.02000"] in rows
     assert ["as", "GGUF", "Q4_K_M,", "2.00", "GB:", "90%", "less"] in [row[:7] for row in rows]
 
 

@@ -58,6 +58,7 @@ def run(auto: Auto, progress: Progress) -> dict[str, Any]:
         "reached": auto.request.options.max_kld is None or kept.kld <= auto.request.options.max_kld,
         "recipe": kept.written,
         "choice": dict(searched.preset.choice),
+        "sensitivities_read": table is saved,
         "sensitivities_seconds": table.seconds,
         "seconds": time.monotonic() - began,
     }

@@ -14,7 +14,6 @@ MEASURED = {  # rows of the table that compares the searched model with a unifor
     "size": lambda result: megabytes(result["output_bytes"]),
     "size of files": lambda result: megabytes(result["disk_bytes"]),
     "bits/weight": lambda result: f"{result['bits_per_weight']:.2f}",
-    "predicted KL divergence": lambda result: f"{result['predicted_kld']:.5f}",
     "measured KL divergence": lambda result: f"{result['kld']:.5f} ± {result['kld_stderr']:.5f}",
     "perplexity": lambda result: f"{result['ppl']:.2f}",
 }
@@ -34,6 +33,8 @@ def print_record(record: dict[str, Any]) -> None:
     table = make_table("", *columns)
     for name, cell in MEASURED.items():
         table.add_row(name, *map(cell, columns.values()))
+    if record["searched"] != uniform:  # the uniform one sets the scale of predictions
+        table.add_row("predicted KL divergence", f"{record['searched']['predicted_kld']:.5f}")
     console.print(table)
     text = record["measured_on"]
     facts = {"measured on": f"{text['tokens']} tokens, {text['text']}; predicted on others"}
@@ -48,8 +49,13 @@ def print_record(record: dict[str, Any]) -> None:
         facts["serve with"] = f"--kv-dtype {record['cache']} {shape}"
     if not record["reached"]:
         facts["missed"] = f"a divergence of {record['budget']['max_kld']:g} was not reached"
-    search = f"measuring sensitivities took {record['sensitivities_seconds']:.1f}"
-    print_facts(console, facts | {"seconds": f"{record['seconds']:.1f} ({search})"})
+    seconds = f"{record['sensitivities_seconds']:.1f}"
+    if record["sensitivities_read"]:
+        facts["sensitivity"] = f"read from a file; it took {seconds} seconds to measure"
+        facts["seconds"] = f"{record['seconds']:.1f}"
+    else:
+        facts["seconds"] = f"{record['seconds']:.1f} (measuring sensitivities took {seconds})"
+    print_facts(console, facts)
 
 
 def _print_plan(console: Console, record: dict[str, Any]) -> None:

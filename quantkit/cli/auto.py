@@ -65,5 +65,5 @@ def command(
                 record = run.run(prepared, progress)
     streams.present(record, values["as_json"], lambda: show.print_record(record))
     if not dry_run:
-        extra = options.recipe_out, options.sensitivities
+        extra = options.recipe_out, None if record["sensitivities_read"] else options.sensitivities
         print_written(filter(None, extra), values["as_json"], values["quiet"])
