@@ -58,6 +58,7 @@ def test_a_recipe_repeats_the_bytes_and_a_table_saves_the_search(auto, quantkit,
     monkeypatch.setattr(run, "measure", None)  # the table says it all
     more = auto("--bpw", "6", "-o", "larger", "--sensitivities", "table.json")
     assert more["searched"]["predicted_kld"] < found["searched"]["predicted_kld"]
+    assert more["sensitivities_read"] and not found["sensitivities_read"]
     refused = auto("--bpw", "4", "-o", "x", "--sensitivities", "table.json", "--exclude", "k_proj", code=2)
     assert "table.json holds sensitivities of another search; different:" in refused
 

@@ -137,7 +137,7 @@ def _pattern(unit: Unit) -> str:
 class GgufSpace:
     """The units and candidates of llama.cpp, like `FolderSpace`. All experts' up matrices are one tensor."""
 
-    method = gguf.Gguf(gguf.Options(type=("Q8_0",)))  # fits most matrices, so that few are warned of
+    method = gguf.Gguf(gguf.Options())
     caches = ("float16", "q8_0", "q4_0")
     zero_points = False  # the types say which of them have a minimum
 

@@ -49,13 +49,9 @@ def print_record(record: dict[str, Any]) -> None:
         facts["serve with"] = f"--kv-dtype {record['cache']} {shape}"
     if not record["reached"]:
         facts["missed"] = f"a divergence of {record['budget']['max_kld']:g} was not reached"
-    seconds = f"{record['sensitivities_seconds']:.1f}"
-    if record["sensitivities_read"]:
-        facts["sensitivity"] = f"read from a file; it took {seconds} seconds to measure"
-        facts["seconds"] = f"{record['seconds']:.1f}"
-    else:
-        facts["seconds"] = f"{record['seconds']:.1f} (measuring sensitivities took {seconds})"
-    print_facts(console, facts)
+    search = f"measuring sensitivities took {record['sensitivities_seconds']:.1f}"
+    earlier = ", in an earlier run" if record["sensitivities_read"] else ""
+    print_facts(console, facts | {"seconds": f"{record['seconds']:.1f} ({search}{earlier})"})
 
 
 def _print_plan(console: Console, record: dict[str, Any]) -> None:
