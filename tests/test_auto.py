@@ -298,6 +298,7 @@ def test_a_dry_run_says_what_there_is(auto, quantkit, source, tmp_path):
     assert found["least_bits"] < 4 < found["most_bits"] and not (tmp_path / "found.auto").exists()
     seconds = found["expected_seconds"]
     assert 4 < seconds < 600 and auto("--max-kld", "1", "--dry-run")["expected_seconds"] > seconds
+    assert auto("--bpw", "6", "--engine", "llama.cpp", "--dry-run")["expected_seconds"] > 4
     refused = auto("--bpw", "1", code=4)
     assert "1.00 bits per weight is too small; the smallest possible result is 2." in refused
     refused = auto("--max-size", "1KB", code=4)
