@@ -18,9 +18,9 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.text import calibration, shipped_folder
 from quantkit.text.calibration import CalibrationSet
-from quantkit.text.sources import PIECE_CHARS, open_source
+from quantkit.text.sources import TOKEN_CHARS, open_source
 
-SHORT = "\n".join(sentences(100, seed=1)) + "\n"  # less than one piece
+SHORT = " ".join(sentences(100, seed=1)) + "\n"  # one line, so one piece
 LONG = "\n".join(sentences(2500, seed=2)) + "\n"
 
 
@@ -62,7 +62,6 @@ def jsonl(texts, **more) -> str:
 
 
 def test_a_text_is_concatenated_and_sliced(checkpoint, write):
-    assert len(SHORT) < PIECE_CHARS
     stream = encode(checkpoint, SHORT)
     assert checkpoint.tokenizer.decode(stream) == SHORT
     found = load(checkpoint, write(SHORT), samples=5, seqlen=64)
@@ -85,7 +84,6 @@ def test_rows_are_concatenated_without_separator_in_seeded_order(checkpoint, wri
 
 
 def test_a_long_text_is_cut_at_line_ends_and_loses_nothing(checkpoint, write):
-    assert len(LONG) > 6 * PIECE_CHARS
     found = load(checkpoint, write(LONG), samples=10**6, seqlen=2)
     decoded = checkpoint.tokenizer.decode(found.tokens.flatten())
     assert abs(len(decoded) - len(LONG)) <= 8  # an odd token at the end is left out
@@ -279,9 +277,23 @@ def test_a_language_that_the_tokenizer_spells_is_left_out(checkpoint, demo_model
     assert "The Mekong" in texts["spells"]  # of the last file
 
 
+def test_few_sequences_come_from_many_places():
+    """Eight sequences were one piece of a file: all code, or all tables. They lost twice as much."""
+    texts = shipped_texts()
+    for seed in range(4):
+        pieces = list(open_source(CalibrationOptions(seed=seed), True, 512).documents)
+        assert all(len(piece) < 512 * TOKEN_CHARS + 2_000 for piece in pieces)
+        assert sorted("".join(pieces)) == sorted("".join(texts.values()))
+        origins = [next(name for name, text in texts.items() if piece in text) for piece in pieces]
+        assert len(set(origins[:8])) >= 5
+        main = [name for name in origins if not (shipped_folder("calibration") / "more" / name).exists()]
+        for name in set(main):  # in proportion
+            assert abs(main[: len(main) // 2].count(name) - main.count(name) / 2) <= 1.5
+
+
 def test_the_further_text_comes_after_the_rest():
     """A job with fewer samples calibrates on the same tokens, whatever is shipped for more."""
-    documents = list(open_source(CalibrationOptions(), offline=True).documents)
+    documents = list(open_source(CalibrationOptions(), True, 512).documents)
     further = "".join(path.read_text() for path in shipped_folder("calibration/more").glob("*.txt"))
     last = [document in further for document in documents]
     assert any(last)

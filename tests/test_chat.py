@@ -160,7 +160,7 @@ def test_tools_and_messages_that_call_them_reach_the_template(chat_model, write,
     path = write(
         {"messages": [TALK[0], {"role": "assistant", "tool_calls": [CALL], **unsaid}], "tools": tools}
     )
-    (found,) = sources.open_source(CalibrationOptions(calibration=path), True).documents
+    (found,) = sources.open_source(CalibrationOptions(calibration=path), True, 8).documents
     expected = json.dumps([LOOKUP]) + "[user]Wer da?[assistant]" + json.dumps([CALL])
     assert ChatTemplate(checkpoint.tokenizer).render(found) == expected
 

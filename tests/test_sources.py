@@ -13,9 +13,10 @@ from quantkit.options import CalibrationOptions
 from quantkit.text import hub_datasets, sources
 from quantkit.text.chat import ChatTemplate, Conversation
 from quantkit.text.hub_datasets import Dataset
-from quantkit.text.sources import BUFFER, PIECE_CHARS, open_source
+from quantkit.text.sources import BUFFER, TOKEN_CHARS, open_source
 
 TEXTS = sentences(3000, seed=5)
+SEQLEN = 64
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def write(tmp_path):
 
 
 def documents(path: str | None, **options) -> list:
-    return list(open_source(CalibrationOptions(calibration=path, **options), offline=False).documents)
+    return list(open_source(CalibrationOptions(calibration=path, **options), False, SEQLEN).documents)
 
 
 def error_of(path: str | None, **options) -> QuantkitError:
@@ -57,7 +58,7 @@ def test_parquet_is_read_by_row_groups_and_batches_and_no_further_than_needed(wr
                 yield batch
 
     monkeypatch.setattr(parquet, "ParquetFile", Watched)
-    opened = open_source(CalibrationOptions(calibration=path), offline=False).documents
+    opened = open_source(CalibrationOptions(calibration=path), False, SEQLEN).documents
     assert next(opened) in TEXTS
     assert 0 < len(asked) < len(TEXTS) / 500  # what the buffer holds, and one group more
     assert all(columns == ["text"] and len(groups) == 1 for groups, columns in asked)
@@ -82,7 +83,7 @@ def test_parquet_holds_conversations_and_long_texts(write):
     assert found.where.endswith("rows.parquet, row 1")
     long = "\n".join(TEXTS)
     pieces = documents(write(text=[long]))
-    assert len(pieces) > 5 and max(map(len, pieces)) < PIECE_CHARS + 200
+    assert len(pieces) > 5 and max(map(len, pieces)) < SEQLEN * TOKEN_CHARS + 200
     assert sorted("".join(pieces)) == sorted(long)
 
 

@@ -29,7 +29,7 @@ def test_pipes_and_devices_are_not_read(tmp_path):
     os.rename(pipe, tmp_path / "pipe.txt")
     options = CalibrationOptions(calibration=str(tmp_path / "pipe.txt"))
     with pytest.raises(QuantkitError, match="is not a plain file"):
-        list(sources.open_source(options, True).documents)
+        list(sources.open_source(options, True, 8).documents)
 
 
 def test_large_files_are_not_read_whole(tmp_path):

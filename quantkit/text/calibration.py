@@ -70,11 +70,12 @@ def load(
 ) -> CalibrationSet:
     """Tokenize as much of the source as is needed and cut it into sequences.
 
-    Documents are read in an order given by the seed and concatenated. Shipped documents are left out if the
-    tokenizer has no words for their language, such as Korean in English models. If the tokenizer begins texts
-    with a BOS token, every sequence begins with it. offline: read datasets of the hub from the local cache.
-    held_back: how many further tokens of the text to hold back. Raises QuantkitError if the text is missing,
-    empty, or shorter than one sequence. If it gives fewer sequences than requested, the result has a warning.
+    Documents are read in an order given by the seed, long ones in pieces, and concatenated. Shipped documents
+    are left out if the tokenizer has no words for their language, such as Korean in English models. If the
+    tokenizer begins texts with a BOS token, every sequence begins with it. offline: read datasets of the hub
+    from the local cache. held_back: how many further tokens of the text to hold back. Raises QuantkitError if
+    the text is missing, empty, or shorter than one sequence. If it gives fewer sequences than requested, the
+    result has a warning.
     """
     positive = options.samples > 0 and (options.seqlen is None or options.seqlen > 1)
     require(positive, "--samples and --seqlen must be positive", "try 128 and 512", USAGE)
@@ -82,7 +83,7 @@ def load(
     seqlen = options.seqlen or (SHIPPED_SEQLEN if shipped else DEFAULT_SEQLEN)
     if checkpoint.context is not None:
         seqlen = min(seqlen, checkpoint.context)
-    source = open_source(options, offline)
+    source = open_source(options, offline, seqlen)
     tokenizer = checkpoint.tokenizer
     bos = begins_with_bos(tokenizer)
     with closing(source.documents) as documents:

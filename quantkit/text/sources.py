@@ -18,7 +18,7 @@ from quantkit.text import hub_datasets, shipped_folder
 from quantkit.text.chat import COLUMNS, TOOLS, Conversation, column_of
 from quantkit.text.hub_datasets import Dataset
 
-PIECE_CHARS = 1 << 14  # long texts are cut into pieces of about this size and shuffled
+TOKEN_CHARS = 4  # of English; long texts are cut into pieces of about one sequence and shuffled
 BUFFER = 1024  # documents in the buffer that shuffles parquet and hub datasets
 JSON = (".jsonl", ".json", ".ndjson")
 CSV = {".csv": "excel", ".tsv": "excel-tab"}  # dialects of the csv module
@@ -48,31 +48,34 @@ class Source:
     dataset: Dataset | None = None
 
 
-def open_source(options: CalibrationOptions, offline: bool) -> Source:
+def open_source(options: CalibrationOptions, offline: bool, seqlen: int) -> Source:
     """Open the text of `--calibration`: the shipped text, an existing path, or else a dataset of the hub.
+    Long texts are cut into pieces of about `seqlen` tokens, so that few sequences come from many places.
 
     Raises QuantkitError if it is none of these or cannot be read, also while documents are read.
     """
     named, column, revision = options.calibration, options.text_column, options.calibration_revision
+    size = TOKEN_CHARS * seqlen
     is_file = not named or Path(named).exists() or named.endswith(FILES)
     reference = None if is_file else hub_datasets.parse(named)
     what = "--calibration-revision is for datasets of the hub"
     require(revision is None or reference, what, "leave it out", USAGE)
     if reference is not None:
         dataset, rows = hub_datasets.open_rows(reference, column, revision, options.seed, offline)
-        documents = _pieces(_documents(rows, dataset.column))
-        documents = _joined(documents, dataset.column) if dataset.repo in hub_datasets.LINES else documents
+        documents = _pieces(_documents(rows, dataset.column), size)
+        if dataset.repo in hub_datasets.LINES:
+            documents = _joined(documents, dataset.column, size)
         return Source(str(dataset), _shuffled(documents, options.seed), dataset)
     check_column(named, column)
     if named is None:
-        return Source("shipped", _shipped(options.seed))
+        return Source("shipped", _shipped(options.seed, size))
     path = Path(named)
     rows = _rows(path, column, options.seed)
     if rows is None:
-        return Source(path.name, _shuffled(_text(path), options.seed, math.inf))
+        return Source(path.name, _shuffled(_text(path, size), options.seed, math.inf))
     documents = _documents(rows, column)
     if path.suffix.lower() == ".parquet":
-        return Source(path.name, _shuffled(_pieces(documents), options.seed))
+        return Source(path.name, _shuffled(_pieces(documents, size), options.seed))
     return Source(path.name, _shuffled(documents, options.seed, math.inf))  # rows stay whole
 
 
@@ -118,16 +121,23 @@ def check_column(named: Path | str | None, column: str) -> None:
     require(not plain or column == CalibrationOptions.text_column, what, hint, USAGE)
 
 
-def _shipped(seed: int) -> Iterator[str]:
-    """Yield the shipped text. The texts in `more` come last, so that short jobs do not depend on them."""
+def _shipped(seed: int, size: int) -> Iterator[str]:
+    """Yield the shipped text in pieces of about `size` characters. All files are spread evenly: eight pieces
+    of nothing but code or tables lose twice as much. The texts in `more` come last, so that short jobs do not
+    depend on them."""
+    source = random.Random(seed)
     for folder in ("calibration", "calibration/more"):
-        paths = sorted(shipped_folder(folder).glob("*.txt"))
-        yield from _shuffled((piece for path in paths for piece in _text(path)), seed, math.inf)
+        placed = []
+        for path in sorted(shipped_folder(folder).glob("*.txt")):
+            pieces = list(_text(path, size))
+            source.shuffle(pieces)
+            placed += [((at + source.random()) / len(pieces), piece) for at, piece in enumerate(pieces)]
+        yield from (piece for _, piece in sorted(placed))
 
 
-def _text(path: Path) -> Iterator[str]:
+def _text(path: Path, size: int) -> Iterator[str]:
     with opened(path) as file:
-        yield from _cut(file.read())
+        yield from _cut(file.read(), size)
 
 
 @contextmanager
@@ -261,24 +271,24 @@ def _tools(value: Any, where: str) -> list[Mapping[str, Any]]:
     raise QuantkitError(what, 'tools look like [{"type": "function", "function": {…}}]', USAGE)
 
 
-def _pieces(documents: Iterable[Document]) -> Iterator[Document]:
+def _pieces(documents: Iterable[Document], size: int) -> Iterator[Document]:
     """Yield documents with long texts cut into pieces."""
     for document in documents:
-        yield from _cut(document) if isinstance(document, str) else [document]
+        yield from _cut(document, size) if isinstance(document, str) else [document]
 
 
-def _joined(documents: Iterable[Document], column: str) -> Iterator[str]:
-    """Yield pieces of about PIECE_CHARS characters, made of consecutive rows."""
+def _joined(documents: Iterable[Document], column: str, size: int) -> Iterator[str]:
+    """Yield pieces of about `size` characters, made of consecutive rows."""
     piece: list[str] = []
-    size = 0
+    length = 0
     for document in documents:
         if not isinstance(document, str):
             raise _no_text("a row", column, [f"{column}: conversations"])
         piece.append(document)
-        size += len(document)
-        if size >= PIECE_CHARS:
+        length += len(document)
+        if length >= size:
             yield "".join(piece)
-            piece, size = [], 0
+            piece, length = [], 0
     yield "".join(piece)
 
 
@@ -287,11 +297,11 @@ def _no_text(where: str, column: str, has: Iterable[str]) -> QuantkitError:
     return QuantkitError(what, "name the key or column with --text-column", USAGE)
 
 
-def _cut(text: str) -> Iterator[str]:
-    """Yield pieces of about PIECE_CHARS characters, cut at line ends."""
+def _cut(text: str, size: int) -> Iterator[str]:
+    """Yield pieces of about `size` characters, cut at line ends."""
     start = 0
     while start < len(text):
-        end = text.find("\n", start + PIECE_CHARS)
+        end = text.find("\n", start + size)
         end = len(text) if end < 0 else end + 1
         yield text[start:end]
         start = end
