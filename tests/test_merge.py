@@ -113,7 +113,7 @@ def test_two_results_become_one():
 def test_unlike_protocols_are_refused_naming_the_difference(key, value, words):
     other = records.record(**{key: value})
     message = refused(UNSUPPORTED, merge, [("a.json", records.record()), ("b.json", other)])
-    assert message == f"a.json and b.json were measured under different protocols: {words}"
+    assert message == f"a.json and b.json were measured differently: {words}"
 
 
 def test_unlike_first_models_are_refused_and_the_first_result_of_a_model_counts():
@@ -122,7 +122,7 @@ def test_unlike_first_models_are_refused_and_the_first_result_of_a_model_counts(
     assert merge([("a", one), ("b", two)]) == one
     two["models"][0]["metrics"]["nll"]["value"] += 1e-2
     message = refused(UNSUPPORTED, merge, [("a", one), ("b", two)])
-    assert message == "a and b were measured under different protocols: nll 3.0 and 3.01"
+    assert message == "a and b were measured differently: nll 3.0 and 3.01"
 
 
 def test_unlike_tasks_are_refused():

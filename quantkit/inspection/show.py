@@ -167,7 +167,8 @@ def print_comparison(record: dict[str, Any], top: int = 10) -> None:
     if record["tokenizers"] != "equal":
         print_facts(console, {"tokenizers": record["tokenizers"]})
     weights = record["weights"]
-    same = weights["compared"] == weights["equal"] and not weights["unlike"] and not any(weights["only"])
+    left = weights["divided"] or weights["unlike"] or any(weights["only"])
+    same = weights["compared"] == weights["equal"] and not left
     if same and record["tokenizers"] == "equal":
         print_facts(console, {"A and B": "equal in tokenizer and every weight"})
 

@@ -140,7 +140,7 @@ def merge(results: Sequence[Named]) -> dict:
         odd = [
             f"{key} {_short(ours[key])} and {_short(theirs[key])}" for key in ours if ours[key] != theirs[key]
         ]
-        what = f"{name} and {other_name} were measured under different protocols: {', '.join(odd)}"
+        what = f"{name} and {other_name} were measured differently: {', '.join(odd)}"
         hint = "such figures cannot be compared: evaluate again, or make two reports"
         require(not odd, what, hint, UNSUPPORTED)
         sources = {model["source"] for model in models}
