@@ -1,6 +1,7 @@
 """quantkit against llm-compressor, GPTQModel, AutoRound, bitsandbytes and llama-quantize on a real model.
 
-    python scripts/bench_peers.py --text TEXT [--text TEXT] [--keep FOLDER] [--cases REGEX] [--write]
+    python scripts/bench_peers.py --text TEXT [--text TEXT] [--keep FOLDER] [--cases REGEX]
+        [--libraries FOLDER] [--write]
 
 All tools get the same original (scripts/real_models.py makes it), calibration tokens and group size, compute
 in the dtype of the weights with one thread, and use their default options apart from those in a row's name.
@@ -147,6 +148,8 @@ def quantize(case: Case, width: Width, tokens: Path, folder: Path, args: argpars
     python = python_of(case.tool)
     if not python.exists():
         subprocess.run([str(ROOT / "scripts/clients-setup.sh"), setup_of(case.tool)], check=True)
+    if case.tool == "llamacpp" and not args.libraries:
+        raise Failed("give --libraries")
     libraries = {"libraries": str(args.libraries)} if case.tool == "llamacpp" else {}
     print(words, file=sys.stderr, flush=True)
     result = run_job(case.tool, model, tokens, out, python, **options, **libraries)

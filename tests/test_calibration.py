@@ -291,6 +291,18 @@ def test_few_sequences_come_from_many_places():
             assert abs(main[: len(main) // 2].count(name) - main.count(name) / 2) <= 1.5
 
 
+def test_few_sequences_come_from_all_long_rows(write):
+    """Rows stay whole up to two sequences."""
+    rows = [f"{name}\n" * 400 for name in "abcd"] + ["e\n" * 15]
+    options = CalibrationOptions(str(write(jsonl(rows), "rows.jsonl")))
+    documents = list(open_source(options, True, 2).documents)
+    assert sorted("".join(documents)) == sorted("".join(rows))
+    assert {piece[0] for piece in documents[:30]} >= set("abcd")
+    assert {len(piece) for piece in documents} == {10}  # two tokens are 8 characters; cut at line ends
+    whole = list(open_source(options, True, 4).documents)
+    assert [len(piece) for piece in whole if piece[0] == "e"] == [30]
+
+
 def test_the_further_text_comes_after_the_rest():
     """A job with fewer samples calibrates on the same tokens, whatever is shipped for more."""
     documents = list(open_source(CalibrationOptions(), True, 512).documents)

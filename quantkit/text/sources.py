@@ -71,12 +71,9 @@ def open_source(options: CalibrationOptions, offline: bool, seqlen: int) -> Sour
         return Source("shipped", _shipped(options.seed, size))
     path = Path(named)
     rows = _rows(path, column, options.seed)
-    if rows is None:
-        return Source(path.name, _shuffled(_text(path, size), options.seed, math.inf))
-    documents = _documents(rows, column)
-    if path.suffix.lower() == ".parquet":
-        return Source(path.name, _shuffled(_pieces(documents, size), options.seed))
-    return Source(path.name, _shuffled(documents, options.seed, math.inf))  # rows stay whole
+    documents = _text(path, size) if rows is None else _pieces(_documents(rows, column), size)
+    buffer = BUFFER if path.suffix.lower() == ".parquet" else math.inf
+    return Source(path.name, _shuffled(documents, options.seed, buffer))
 
 
 def held_out(
@@ -272,9 +269,10 @@ def _tools(value: Any, where: str) -> list[Mapping[str, Any]]:
 
 
 def _pieces(documents: Iterable[Document], size: int) -> Iterator[Document]:
-    """Yield documents with long texts cut into pieces."""
+    """Yield documents; texts of two or more pieces are cut."""
     for document in documents:
-        yield from _cut(document, size) if isinstance(document, str) else [document]
+        long = isinstance(document, str) and len(document) >= 2 * size
+        yield from _cut(document, size) if long else [document]
 
 
 def _joined(documents: Iterable[Document], column: str, size: int) -> Iterator[str]:
