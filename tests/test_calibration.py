@@ -16,17 +16,23 @@ from quantkit.evaluation import generate, self_text, windows
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
-from quantkit.text import calibration, shipped_folder
+from quantkit.text import calibration, shipped_folder, sources
 from quantkit.text.calibration import CalibrationSet
 from quantkit.text.sources import TOKEN_CHARS, open_source
 
-SHORT = " ".join(sentences(100, seed=1)) + "\n"  # one line, so one piece
+SHORT = " ".join(sentences(100, seed=1)) + "\n"
 LONG = "\n".join(sentences(2500, seed=2)) + "\n"
 
 
 @pytest.fixture
 def checkpoint(tiny_model):
     return open_checkpoint(str(tiny_model("llama", tokenizer=True)))
+
+
+@pytest.fixture
+def in_one_piece(monkeypatch):
+    """Texts stay whole, so that their tokens have a known order."""
+    monkeypatch.setattr(sources, "TOKEN_CHARS", 10**6)
 
 
 @pytest.fixture
@@ -61,6 +67,7 @@ def jsonl(texts, **more) -> str:
 # Slicing
 
 
+@pytest.mark.usefixtures("in_one_piece")
 def test_a_text_is_concatenated_and_sliced(checkpoint, write):
     stream = encode(checkpoint, SHORT)
     assert checkpoint.tokenizer.decode(stream) == SHORT
@@ -70,6 +77,7 @@ def test_a_text_is_concatenated_and_sliced(checkpoint, write):
     assert found.warning is None
 
 
+@pytest.mark.usefixtures("in_one_piece")
 def test_rows_are_concatenated_without_separator_in_seeded_order(checkpoint, write):
     rows = sentences(8, seed=3)
     found = load(checkpoint, write(jsonl(rows), "rows.jsonl"), samples=10**6, seqlen=2, seed=4)
@@ -84,11 +92,23 @@ def test_rows_are_concatenated_without_separator_in_seeded_order(checkpoint, wri
 
 
 def test_a_long_text_is_cut_at_line_ends_and_loses_nothing(checkpoint, write):
-    found = load(checkpoint, write(LONG), samples=10**6, seqlen=2)
+    found = load(checkpoint, write(LONG), samples=10**6, seqlen=100)
     decoded = checkpoint.tokenizer.decode(found.tokens.flatten())
-    assert abs(len(decoded) - len(LONG)) <= 8  # an odd token at the end is left out
+    assert 0 <= len(LONG) - len(decoded) < 1000  # less than a sequence is left out at the end
     assert set(decoded.splitlines()[:-1]) <= set(LONG.splitlines())
     assert decoded != LONG[: len(decoded)]
+
+
+@pytest.mark.parametrize(("name", "glue"), [("text.txt", " "), ("rows.jsonl", " "), ("text.txt", "")])
+def test_a_long_text_without_lines_is_cut_as_well(write, name, glue):
+    """At words if there are any; else the seed would choose nothing, and all would come from one place."""
+    text = glue.join(f"w{k:04}" for k in range(1000))
+    path = write(jsonl([text]) if name == "rows.jsonl" else text, name)
+    orders = [list(open_source(CalibrationOptions(path, seed=seed), True, 50).documents) for seed in (0, 1)]
+    assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
+    assert all(piece in text and len(piece) <= 400 for piece in orders[0])
+    assert sum(map(len, orders[0])) == len(text) and len(orders[0]) > 10
+    assert not glue or all(len(piece) % 6 in (0, 5) for piece in orders[0])  # whole words
 
 
 def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(checkpoint, write):
@@ -100,6 +120,7 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(checkpoint,
     assert first.provenance.sha256 != other.provenance.sha256
 
 
+@pytest.mark.usefixtures("in_one_piece")
 @pytest.mark.parametrize("name", [None, "text.txt", "rows.jsonl"])
 def test_every_sequence_begins_with_bos_where_the_tokenizer_says_so(tiny_model, write, name):
     checkpoint = open_checkpoint(str(tiny_model("llama", tokenizer="bos")))
@@ -150,6 +171,7 @@ def test_a_model_without_a_limit_takes_any_length(tiny_model, write):
     assert load(checkpoint, write(LONG), samples=1, seqlen=5000).tokens.shape == (1, 5000)
 
 
+@pytest.mark.usefixtures("in_one_piece")
 def test_too_little_text_is_used_and_announced(checkpoint, write):
     stream = encode(checkpoint, SHORT)
     whole = len(stream) // 100
@@ -158,7 +180,7 @@ def test_too_little_text_is_used_and_announced(checkpoint, write):
     assert found.tokens.flatten().tolist() == stream[: whole * 100]
     assert found.provenance.samples == whole
     assert found.warning == (
-        f"calibration text text.txt holds {len(stream)} tokens; 60 sequences of 100 need 6000: "
+        f"calibration text text.txt holds {len(stream):,} tokens; 60 sequences of 100 need 6,000: "
         f"using {whole} sequences"
     )
 
@@ -166,8 +188,9 @@ def test_too_little_text_is_used_and_announced(checkpoint, write):
 @pytest.mark.parametrize(("text", "count"), [("Ein Satz.", None), ("\n", 1)])
 def test_less_than_one_sequence_is_an_error(checkpoint, write, text, count):
     count = len(encode(checkpoint, text)) if count is None else count
+    tokens = "1 token" if count == 1 else f"{count} tokens"
     error = error_of(checkpoint, write(text), samples=2, seqlen=64)
-    assert error.message == f"calibration text text.txt holds {count} tokens; one sequence needs 64"
+    assert error.message == f"calibration text text.txt holds {tokens}; one sequence needs 64"
     assert error.exit_code == USAGE and "--seqlen" in error.hint
     error = error_of(checkpoint, write(""), samples=2, seqlen=64)
     assert error.message == "calibration text text.txt is empty" and "--seqlen" not in error.hint
@@ -178,12 +201,19 @@ def test_less_than_one_sequence_is_an_error(checkpoint, write, text, count):
 )
 def test_sizes_that_make_no_sequence_are_errors(checkpoint, write, option, size):
     error = error_of(checkpoint, write(SHORT), **{option: size})
-    assert error.exit_code == USAGE and "--samples and --seqlen" in error.message
+    assert error.exit_code == USAGE and error.message == "--samples must be 1 or more, --seqlen 2 or more"
+
+
+def test_every_warning_is_kept(checkpoint, write):
+    longest = checkpoint.context
+    found = load(checkpoint, write(LONG), samples=10**6, seqlen=longest + 1)
+    assert f"is cut to the model's context, {longest} tokens; calibration text" in found.warning
 
 
 # Files
 
 
+@pytest.mark.usefixtures("in_one_piece")
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.ndjson", "rows.json"])
 def test_json_lines_give_the_text_under_a_key(checkpoint, write, name):
     path = write("\n" + jsonl([SHORT], title="not this") + "\n", name)
@@ -209,6 +239,11 @@ def test_a_row_without_text_is_named(checkpoint, write, line, words):
     error = error_of(checkpoint, path)
     assert error.message.startswith(f"{path}:2 {words}")
     assert error.exit_code == USAGE and error.hint
+
+
+def test_half_of_a_surrogate_pair_is_the_rows_fault(checkpoint, write):
+    error = error_of(checkpoint, write(jsonl(["good"]) + '{"text": "a\\ud800b"}\n', "rows.jsonl"), seqlen=8)
+    assert "rows.jsonl:2 is not Unicode" in error.message and error.exit_code == USAGE
 
 
 def test_a_missing_file_is_not_found(checkpoint, tmp_path):

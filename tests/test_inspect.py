@@ -483,8 +483,9 @@ def test_no_more_than_one_weight_of_each_is_held(made, make, monkeypatch, argume
     assert len(read) == 21 * (1 + held) and max(most) == held
 
 
-def test_a_checkpoint_is_equal_to_itself(made, quantkit):
-    done = quantkit("inspect", made / "nf4", made / "nf4", "-q")
+@pytest.mark.parametrize("name", ["nf4", "awq"])  # awq divided vectors by scales
+def test_a_checkpoint_is_equal_to_itself(made, quantkit, name):
+    done = quantkit("inspect", made / name, made / name, "-q")
     assert done.code == 0 and "21 compared, 21 equal" in done.out
     assert done.out.splitlines()[-1] == "A and B      equal in tokenizer and every weight"
     assert "─" not in done.out  # no table without a row

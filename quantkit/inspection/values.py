@@ -69,7 +69,7 @@ def compare(
     """Return the JSON with relative differences `|A - B| / |A|` of all weights in both, the largest first.
 
     written: rows of the manifests of both. In blocks whose columns a job scaled, matrices are compared up to
-    scales of rows and columns, and vectors that were divided by scales are not compared.
+    scales of rows and columns, and unequal vectors that were divided by scales are not compared.
     Raises QuantkitError if no weight is in both: these are different models.
     """
     cpu = torch.device("cpu")
@@ -82,12 +82,16 @@ def compare(
     require(len(reshaped) < len(both), what, hint, UNSUPPORTED)
     sides = zip(skeletons, written, strict=True)
     blocks, divided = (set().union(*found) for found in zip(*(_scaled(*side) for side in sides), strict=True))
+
+    def read(name: str) -> list[torch.Tensor]:
+        return [made.read(name, weights[k][name]) for k, made in enumerate(skeletons)]
+
+    divided = {name for name in divided.intersection(both) if not torch.equal(*read(name))}
     alike = [name for name in both if name not in reshaped and name not in divided]
     rows = []
     for done, name in enumerate(alike, start=1):
         up_to_scales = weights[0][name].ndim == 2 and name.startswith(tuple(blocks))
-        pair = (made.read(name, weights[k][name]) for k, made in enumerate(skeletons))
-        rows.append({"name": skeletons[0].names.stored[name]} | _difference(*pair, up_to_scales))
+        rows.append({"name": skeletons[0].names.stored[name]} | _difference(*read(name), up_to_scales))
         listen("comparing weights", done, len(alike))
     rows.sort(key=lambda row: -row["relative"])
     return {
@@ -99,7 +103,7 @@ def compare(
             "equal": sum(row["largest"] == 0 for row in rows),
             "relative": _relation(sum(row.pop("lost") for row in rows), sum(row.pop("norm") for row in rows)),
             "differences": rows,
-            "divided": sorted(skeletons[0].names.stored[name] for name in divided.intersection(both)),
+            "divided": sorted(skeletons[0].names.stored[name] for name in divided),
             "unlike": [
                 {"name": name, "shapes": [list(side[name].shape) for side in weights]} for name in reshaped
             ],

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from quantkit.errors import USAGE, QuantkitError, require
+from quantkit.errors import USAGE, QuantkitError, count, require
 from quantkit.models.files import tokenizing
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.options import CalibrationOptions
@@ -78,7 +78,7 @@ def load(
     result has a warning.
     """
     positive = options.samples > 0 and (options.seqlen is None or options.seqlen > 1)
-    require(positive, "--samples and --seqlen must be positive", "try 128 and 512", USAGE)
+    require(positive, "--samples must be 1 or more, --seqlen 2 or more", "try 128 and 512", USAGE)
     shipped = options.calibration is None
     seqlen = options.seqlen or (SHIPPED_SEQLEN if shipped else DEFAULT_SEQLEN)
     if checkpoint.context is not None:
@@ -94,15 +94,15 @@ def load(
     tokens = _slice(stream, options.samples, seqlen, bos_token)
     what = f"calibration text {source.name} is empty"
     require(len(stream), what, "give another text with --calibration", USAGE)
-    holds = f"calibration text {source.name} holds {len(stream)} tokens; "
+    holds = f"calibration text {source.name} holds {count(len(stream), 'token')}; "
     hint = "give more text with --calibration, or shorter sequences with --seqlen"
     require(len(tokens), f"{holds}one sequence needs {seqlen}", hint, USAGE)
-    warning = None
+    warnings = []
     if options.seqlen is not None and options.seqlen > seqlen:
-        warning = f"--seqlen {options.seqlen} is cut to the model's context, {seqlen} tokens"
+        warnings.append(f"--seqlen {options.seqlen} is cut to the model's context, {seqlen} tokens")
     if len(tokens) < options.samples and not shipped:
-        warning = f"{holds}{options.samples} sequences of {seqlen} need {options.samples * seqlen}: "
-        warning += f"using {len(tokens)} sequences"
+        needed = f"{count(options.samples, 'sequence')} of {seqlen} need {options.samples * seqlen:,}"
+        warnings.append(f"{holds}{needed}: using {count(len(tokens), 'sequence')}")
     checkpoint.check_ids(tokens.unique().tolist())
     digest = hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
     provenance = Provenance(
@@ -112,7 +112,7 @@ def load(
     if held_back:
         rest = _held_back(checkpoint, stream[calibrating:], held_back, seqlen, bos_token)
         kept = HeldBack(rest, source.name) if len(rest) else None
-    return CalibrationSet(tokens, provenance, warning, kept)
+    return CalibrationSet(tokens, provenance, "; ".join(warnings) or None, kept)
 
 
 def shipped_held_out(checkpoint: Checkpoint, count: int) -> HeldBack | None:

@@ -5,6 +5,7 @@ import csv
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ ELSEWHERE = (
     "give a file, a dataset of the form ORG/NAME, or one of "
     f"{', '.join(hub_datasets.ALIASES)} to --calibration"
 )
+
+HALF = re.compile("[\ud800-\udfff]")  # JSON can spell it; tokenizers refuse it
 
 Document = str | Conversation
 Row = tuple[str, Any]  # where a row is, for errors, and its values by column
@@ -250,6 +253,8 @@ def _documents(rows: Iterable[Row], requested: str) -> Iterator[Document]:
         if isinstance(value, list):
             yield Conversation(value, where, _tools(row.get(TOOLS), where))
         elif isinstance(value, str):
+            what = f"{column} of {where} is not Unicode: it has half of a surrogate pair"
+            require(value.isascii() or not HALF.search(value), what, "leave the row out, or repair it", USAGE)
             yield value
         elif value is not None:
             raise _no_text(where, column, [f"{column}: {type(value).__name__}"])
@@ -296,11 +301,13 @@ def _no_text(where: str, column: str, has: Iterable[str]) -> QuantkitError:
 
 
 def _cut(text: str, size: int) -> Iterator[str]:
-    """Yield pieces of about `size` characters, cut at line ends."""
+    """Yield pieces of at least `size` characters and at most twice as many, cut at the end of a line, else of
+    a word, else anywhere."""
     start = 0
     while start < len(text):
-        end = text.find("\n", start + size)
-        end = len(text) if end < 0 else end + 1
+        limit = start + 2 * size
+        ends = (text.find(mark, start + size, limit) + 1 for mark in "\n ")
+        end = next(filter(None, ends), limit)
         yield text[start:end]
         start = end
 
