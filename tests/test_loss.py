@@ -166,6 +166,12 @@ def test_round_to_nearest_has_the_embedding_of_the_output(make, wide, calibrated
     assert plain["rtn_kld"] < 0.1 * found["rtn_kld"]
 
 
+def test_a_short_sequence_does_no_harm(make, demo_model):
+    """With a prior of H but none of the drift, weights moved too far, and the KL divergence was 11."""
+    found = make("gptq", demo_model, "--samples", 1, "--seqlen", 16, "--transform", "none")["loss"]
+    assert found["kld"] < 2 * found["rtn_kld"]
+
+
 def test_a_name_of_many_bytes_fits_into_the_metadata(make, wide, calibrated, tmp_path):
     name = "가" * 75 + ".txt"
     (tmp_path / "calibration.txt").rename(tmp_path / name)

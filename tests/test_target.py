@@ -182,6 +182,30 @@ def test_the_prior_is_uncorrelated_tokens():
     torch.testing.assert_close(mixed.hessian, before)
 
 
+@pytest.mark.parametrize("missing", [True, False])
+def test_few_tokens_move_as_far_as_with_the_pseudo_tokens(missing):
+    """The tokens are alike. Against H with the prior and a drift without it, the move would be too long."""
+    tokens, common = 12, randn(1, WIDTH, seed=1)
+    weight, inputs = randn(ROWS, WIDTH, seed=0), common + 0.1 * randn(tokens, WIDTH, seed=2)
+    theirs = inputs + 0.3 * common
+    short = inputs @ randn(WIDTH, ROWS, seed=5) if missing else torch.zeros(tokens, ROWS)
+    sums = SiteSums(WIDTH, torch.device("cpu"))
+    sums.add(inputs, Counterpart(theirs, *((weight, short) if missing else ())))
+    statistics = sums.finish()
+    statistics.shrink()
+    (moved,) = move([weight], statistics)
+    pseudo = (inputs.square().mean(0) * WIDTH).sqrt().diag()  # H of these is diagonal
+    apart = (theirs - inputs) @ weight.T + short
+    padded = (torch.cat(parts).double() for parts in ((inputs, pseudo), (apart, torch.zeros(WIDTH, ROWS))))
+    full = torch.linalg.lstsq(*padded).solution.T
+    shift = moved.double() - weight
+    share = ((shift * full).sum() / full.square().sum()).item()
+    torch.testing.assert_close(shift, share * full, rtol=0, atol=2e-3 * full.abs().max().item())
+    assert 0.9 < share <= 1.001
+    before, after = ((inputs @ (w - weight).T - apart).square().sum() for w in (weight, moved))
+    assert after < before
+
+
 def test_few_tokens_do_not_decide_the_rounding():
     """Of other inputs of the same kind, less is lost with the prior."""
     mix, weight, lost = randn(WIDTH, WIDTH, seed=1), randn(ROWS, WIDTH, seed=2), {}

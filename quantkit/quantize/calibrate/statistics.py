@@ -100,8 +100,9 @@ class SiteStatistics(dict[Statistic, Any]):
         return mixed
 
     def shrink(self) -> None:
-        """Add the prior of a site that is no expert's, in place: `in_features` pseudo-tokens whose channels
-        are uncorrelated. Products of different channels are then means over n + d instead of n tokens.
+        """Add the prior of a site that is no expert's, in place: `in_features` pseudo-tokens without drift
+        whose channels are uncorrelated. Products of different channels, and of inputs and drift, are then
+        means over n + d instead of n tokens.
 
         Without it, error feedback fits the noise of few tokens. On SmolLM2-135M in 4 bits it lowers the KL
         divergence from 0.173 to 0.131 with 2,048 tokens, from 0.112 to 0.110 with 32,768. The inverse-Wishart
@@ -110,8 +111,10 @@ class SiteStatistics(dict[Statistic, Any]):
         if not self.has_prior:
             self.has_prior, drift = True, self.get(Statistic.DRIFT)
             _shrink(self.hessian, self.tokens)
-            if drift and drift.hessian is not self.hessian:
-                _shrink(drift.hessian, drift.tokens)
+            if drift:
+                drift.halves.mul_(drift.tokens / (drift.tokens + len(self.hessian)))
+                if drift.hessian is not self.hessian:
+                    _shrink(drift.hessian, drift.tokens)
 
     def refuse_not_finite(self, linear: str, dtype: str) -> None:
         """Raise QuantkitError naming `linear` if its inputs overflowed in `dtype`."""
