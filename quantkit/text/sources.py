@@ -274,10 +274,12 @@ def _tools(value: Any, where: str) -> list[Mapping[str, Any]]:
 
 
 def _pieces(documents: Iterable[Document], size: int) -> Iterator[Document]:
-    """Yield documents; texts of two or more pieces are cut."""
+    """Yield documents that are not empty; texts of two or more pieces are cut."""
     for document in documents:
-        long = isinstance(document, str) and len(document) >= 2 * size
-        yield from _cut(document, size) if long else [document]
+        if isinstance(document, str) and len(document) >= 2 * size:
+            yield from _cut(document, size)
+        elif document:
+            yield document
 
 
 def _joined(documents: Iterable[Document], column: str, size: int) -> Iterator[str]:
