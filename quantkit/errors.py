@@ -3,7 +3,7 @@
 import errno
 import re
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 RUNTIME = 1
 USAGE = 2
@@ -81,6 +81,15 @@ def require(condition: object, message: str, hint: str = "", exit_code: int = RU
     """
     if not condition:
         raise QuantkitError(message, hint, exit_code)
+
+
+def refusal(check: Callable[[], None]) -> dict | None:
+    """Return the JSON object of the error that a check raises, or None. A dry run only reports it."""
+    try:
+        check()
+    except QuantkitError as error:
+        return error.record()["error"]
+    return None
 
 
 def compiled(pattern: str, complaint: str, hint: str, exit_code: int = USAGE) -> re.Pattern:

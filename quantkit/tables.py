@@ -61,6 +61,12 @@ def print_facts(console: Console, facts: Mapping[str, str]) -> None:
         print_line(console, f"{name:12s} {fact}", indent=13)
 
 
+def print_refused(console: Console, error: Mapping[str, str] | None) -> None:
+    """Print why a job would be refused, if it would. error: JSON object of the error."""
+    if error:
+        print_facts(console, {"refused": f"{error['message']}: {error['hint']}"})
+
+
 def print_line(console: Console, text: str, style: str | None = None, indent: int = 2) -> None:
     """Print a line of untrusted text. On a terminal it wraps between words, further lines are indented."""
     if console.is_terminal:

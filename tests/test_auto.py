@@ -299,6 +299,10 @@ def test_a_dry_run_says_what_there_is(auto, quantkit, source, tmp_path):
     seconds = found["expected_seconds"]
     assert 4 < seconds < 600 and auto("--max-kld", "1", "--dry-run")["expected_seconds"] > seconds
     assert auto("--bpw", "6", "--engine", "llama.cpp", "--dry-run")["expected_seconds"] > 4
+    (tmp_path / "old").mkdir()
+    asked = "--bpw", "4", "-o", "old", "--dry-run"
+    assert found["refused"] is None and auto(*asked)["refused"]["message"] == "old exists"
+    assert "less than the 16 bits" in auto("--bpw", "40", code=2)
     refused = auto("--bpw", "1", code=4)
     assert "1.00 bits per weight is too small; the smallest possible result is 2." in refused
     refused = auto("--max-size", "1KB", code=4)

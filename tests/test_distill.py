@@ -425,6 +425,9 @@ def test_the_command_says_what_it_did(workplace, quantkit, tmp_path, capsys):
     assert record.items() >= {k: plan[k] for k in ("trained", "options", "execution")}.items()
     measured = [model["metrics"]["kld"] for model in record["eval"]["models"]]
     assert measured[0] is None and measured[2]["mean"] < measured[1]["mean"]
+    assert plan["refused"] is None and "refused" not in record
+    again = json.loads(quantkit(*asked, "--dry-run", "--json", "-q").out)
+    assert again["refused"]["message"] == "student-distilled exists"
     assert "is already finished" in quantkit(*asked, "--resume").out
     shutil.copytree(workplace / "student", tmp_path / "other")
     other = ["distill", workplace / "teacher", "other", *small, "-o", "student-distilled", "--resume"]

@@ -116,6 +116,14 @@ def test_unlike_protocols_are_refused_naming_the_difference(key, value, words):
     assert message == f"a.json and b.json were measured differently: {words}"
 
 
+def test_another_text_is_named_and_its_loss_is_not():
+    one, two = records.record(), records.record(text="other.txt", sha256="f" * 64)
+    two["models"][0]["metrics"]["nll"]["value"] += 1
+    message = refused(UNSUPPORTED, merge, [("a", one), ("b", two)])
+    words = "text book.txt and other.txt, sha256 0123456789ab… and ffffffffffff…"
+    assert message == f"a and b were measured differently: {words}"
+
+
 def test_unlike_first_models_are_refused_and_the_first_result_of_a_model_counts():
     one, two = records.record(), records.record()
     two["models"][1]["metrics"]["kld"]["mean"] *= 1.01

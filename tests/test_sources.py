@@ -248,3 +248,13 @@ def test_the_buffer_is_bounded():
     assert taken == BUFFER + 50
     assert first != sorted(first, key=int)
     assert sorted([*first, *shuffled], key=int) == [str(number) for number in range(10 * BUFFER)]
+
+
+@pytest.mark.parametrize("part", [5, 700, 1 << 20])
+def test_text_read_in_parts_gives_the_pieces_of_the_whole(tmp_path, monkeypatch, part):
+    whole = "\n".join(TEXTS[:200]) + "x" * 900 + " ’" * 300
+    path = tmp_path / "long.txt"
+    path.write_text(whole, encoding="utf-8")
+    monkeypatch.setattr(sources, "PART_CHARS", part)
+    found = list(sources._text(path, 50))
+    assert found == list(sources._cut(whole, 50)) and "".join(found) == whole

@@ -20,7 +20,7 @@ from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.auto.units import Preset, Unit, nbytes, usual
 from quantkit.capacity import source
 from quantkit.capacity.question import Question
-from quantkit.errors import UNSUPPORTED, USAGE, require
+from quantkit.errors import UNSUPPORTED, USAGE, refusal, require
 from quantkit.evaluation import windows as windows_of
 from quantkit.evaluation.windows import Windows
 from quantkit.models.machine.device import free_memory
@@ -74,6 +74,15 @@ class Auto:
     def table(self) -> Path:
         """Return the path of the unfinished search's sensitivities."""
         return self.folder / TABLE
+
+    @property
+    def refused(self) -> dict | None:
+        """The JSON object of the error that prevents writing the output, or None."""
+        return refusal(self.check_output)
+
+    def check_output(self) -> None:
+        """Raise QuantkitError unless the result may be written."""
+        may_replace.check(self.output, self.space.method.name == "gguf", self.request.overwrite)
 
     @property
     def weights(self) -> int:
@@ -218,8 +227,6 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
     listing = replace(listing, method=space.method, open_groups=not one_file)
     prepared = job.prepare(listing, progress, dry_run=True)
     may_replace.check_source(output, prepared.checkpoint.folder)
-    if not dry_run:
-        may_replace.check(output, one_file, request.overwrite)
     units = space.units(prepared)
     require(units, "no linear is left to choose bits for", "narrow --exclude", USAGE)
     windows, held_out = _windows(request, prepared)
@@ -228,6 +235,8 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
     _refuse_few(request.options, tokens, windows)
     presets = space.presets(units, prepared)
     auto = Auto(request, space, prepared, units, presets, windows, tokens, statistics, output, held_out)
+    if not dry_run:
+        auto.check_output()
     if (budget := auto.budget_bytes()) is not None:
         sized = request.options.max_size is not None
         allocation.refuse_too_few(units, budget, auto.files_bytes if sized else None)

@@ -88,6 +88,8 @@ class AutoOptions:
             value = getattr(self, name)
             fits = value is None or 0 < value < math.inf
             check_value(flag_of(name), value, fits, "choose a positive number")
+        hint = "choose less than the 16 bits of an original's weight, such as 4.25"
+        check_value("--bpw", self.bpw, self.bpw is None or self.bpw < 16, hint)
         for name, names in {"solver": SEARCHED_BY, "target": method_options.TARGETS}.items():
             value = getattr(self, name)
             one_of(value, names, f"--{name} {value} is not supported by auto")

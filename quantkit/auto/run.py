@@ -14,7 +14,6 @@ from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.models.files import gguf_shards
 from quantkit.quantize.prepare.plan import check_disk
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import disk_errors, put
 
 SCHEMA = "quantkit.auto/1"
@@ -145,7 +144,7 @@ def _sensitivities(auto: Auto, saved: Sensitivities | None, progress: Progress) 
 
 def _publish(auto: Auto, kept: Made) -> None:
     """Move the kept output to its place and remove the search's folder."""
-    may_replace.check(auto.output, auto.space.method.name == "gguf", auto.request.overwrite)
+    auto.check_output()
     auto.output.parent.mkdir(parents=True, exist_ok=True)
     put(kept.path, auto.output, auto.folder / "replaced")
     shutil.rmtree(auto.folder)

@@ -8,7 +8,7 @@ from rich.console import Console
 from quantkit.capacity.show import duration
 from quantkit.errors import count
 from quantkit.inspection import names
-from quantkit.tables import make_table, megabytes, print_facts, print_table, ranges
+from quantkit.tables import make_table, megabytes, print_facts, print_refused, print_table, ranges
 
 MEASURED = {  # rows of the table that compares the searched model with a uniform one
     "size": lambda result: megabytes(result["output_bytes"]),
@@ -58,6 +58,7 @@ def _print_plan(console: Console, record: dict[str, Any]) -> None:
     budget = next(f"{name} {value}" for name, value in record["budget"].items() if value is not None)
     needs = record["needs"]
     chosen = f"{count(record['units'], 'unit')}, {record['candidates']:,} candidates in all"
+    print_refused(console, record["refused"])
     print_facts(
         console,
         {

@@ -57,7 +57,7 @@ def command(
 
         prepared = job.prepare(request, progress, dry_run)
         if dry_run:
-            record = run.plan_record(prepared)
+            record = run.plan_record(prepared) | {"refused": prepared.refused}
             if note := cost.note(prepared):
                 progress.warn(note)
         else:

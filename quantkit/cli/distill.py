@@ -67,7 +67,7 @@ def command(
             record = {"schema": job.SCHEMA, "output": output, "finished": True}
             return streams.present(record, values["as_json"], lambda: print(f"{output} is already finished"))
         prepared = job.prepare(asked, progress, values["eval_text"], values["dry_run"])
-        record = prepared.record()
+        record = prepared.record() | {"refused": prepared.refused}
         if not values["dry_run"]:
             with running.resumable([prepared.staging], kept=lambda: "the training so far is"):
                 record = prepared.run(progress)

@@ -7,7 +7,7 @@ from rich.console import Console
 from quantkit.cli import job_report
 from quantkit.errors import count
 from quantkit.evaluation.comparison.table import report
-from quantkit.tables import make_table, megabytes, print_facts
+from quantkit.tables import make_table, megabytes, print_facts, print_refused
 
 
 def print_record(record: dict) -> None:
@@ -28,6 +28,7 @@ def print_record(record: dict) -> None:
         blocks = f"about {megabytes(memory['blocks'])} block by block{whole}"
         facts["memory"] = f"{blocks}, on {execution['device']}, and Python itself"
         facts["computes"] = job_report.computes(execution, True)
+        print_refused(console, record["refused"])
         print_facts(console, facts)
         return
     facts["seconds"] = job_report.total(record["seconds"])

@@ -38,8 +38,9 @@ def command(
         asked = {"source": model, "method": None}
         asked |= {"calibration": flags.options(CalibrationOptions, typed)}
         request = flags.options(job.Request, values | asked | {"run": flags.options(RunOptions, typed)})
-        prepared = imatrix_job.prepare(request, progress)
-        record = prepared.record() if values["dry_run"] else imatrix_job.run(prepared, progress)
+        prepared = imatrix_job.prepare(request, progress, values["dry_run"])
+        plan = prepared.record() | {"refused": prepared.refused}
+        record = plan if values["dry_run"] else imatrix_job.run(prepared, progress)
     streams.present(record, values["as_json"], lambda: job_report.print_imatrix(record))
     if not values["dry_run"]:
         print_written([prepared.output], values["as_json"], values["quiet"])

@@ -19,7 +19,16 @@ from quantkit.models.files import gguf_shards
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import ExpertTokens, Loss, Summary
 from quantkit.quantize.prepare.plan import JobPlan
-from quantkit.tables import make_table, megabytes, print_facts, print_line, print_table, ranges, size
+from quantkit.tables import (
+    make_table,
+    megabytes,
+    print_facts,
+    print_line,
+    print_refused,
+    print_table,
+    ranges,
+    size,
+)
 
 STATES = {
     "device": "",
@@ -35,7 +44,7 @@ def plan_record(job: Job) -> dict:
         "source": job.request.source,
         "output": str(job.staging.output),
         "files": list(map(str, job.method.output.paths(job.material))),
-        "refused": job.refusal.record()["error"] if job.refusal else None,
+        "refused": job.refused,
         "method": job.method.name,
         "options": asdict(job.request.method.options),
         "calibration": job.calibration.record() if job.calibration else None,
@@ -69,12 +78,11 @@ def print_plans(jobs: Sequence[Job]) -> None:
     """Print the plan of each output, then memory, disk space and settings of the whole run."""
     console, plans = Console(highlight=False, markup=False), [job.plan for job in jobs]
     for job in jobs:
-        if refusal := job.refusal:
-            print_facts(console, {"refused": f"{refusal.message}: {refusal.hint}"})
+        print_refused(console, refused := job.refused)
         _print_linears(console, job)
         linears = len([spec for spec in job.specs if not spec.kept])
         facts = {"output": _whole(job.method.output.paths(job.material)), **_sizes(job.plan, linears)}
-        if not refusal and gguf_shards.existing(job.staging.output):
+        if not refused and gguf_shards.existing(job.staging.output):
             facts["replaces"] = "the existing output"
         print_facts(console, facts)
     if kept := jobs[0].kept_parameters:
@@ -263,6 +271,7 @@ def print_load(console: Console, output: str) -> None:
 def print_imatrix(record: dict) -> None:
     """Print the record of `quantkit imatrix`: the result, or the plan if it has no `seconds`."""
     console, done, how = Console(highlight=False, markup=False), record.get("seconds"), record["execution"]
+    print_refused(console, record.get("refused"))
     facts = {} if done else {"output": record["output"]}
     facts |= {
         "matrices": str(record["matrices"]),

@@ -20,7 +20,7 @@ from quantkit.distillation import blocks, publish, whole
 from quantkit.distillation.blocks import Training
 from quantkit.distillation.request import Request, stage
 from quantkit.distillation.student import Floats, Student, vectors
-from quantkit.errors import UNSUPPORTED, USAGE, name_all, require
+from quantkit.errors import UNSUPPORTED, USAGE, name_all, refusal, require
 from quantkit.evaluation import of_job, windows
 from quantkit.evaluation.evaluate import check_comparable
 from quantkit.evaluation.windows import Windows
@@ -74,6 +74,11 @@ class Job:
             "execution": self._execution(),
         }
         return replace(self, fingerprint=fingerprint)
+
+    @property
+    def refused(self) -> dict | None:
+        """The JSON object of the error that prevents writing the output, or None."""
+        return refusal(lambda: self.staging.check(self.request.resume, self.request.overwrite))
 
     def record(self) -> dict:
         """Return the versioned JSON of the plan."""

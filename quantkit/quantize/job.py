@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from quantkit import __version__
-from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all, require
+from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all, refusal, require
 from quantkit.layouts import LinearSpec, Statistic
 from quantkit.models.files import gguf_shards
 from quantkit.models.files.checkpoint import Checkpoint
@@ -77,13 +77,9 @@ class Job:
         return self.method.output.copied(self.material)
 
     @property
-    def refusal(self) -> QuantkitError | None:
-        """The error that prevents writing the output, or None; a dry run only reports it."""
-        try:
-            self.staging.check(self.request.resume, self.request.overwrite)
-        except QuantkitError as error:
-            return error
-        return None
+    def refused(self) -> dict | None:
+        """The JSON object of the error that prevents writing the output, or None."""
+        return refusal(lambda: self.staging.check(self.request.resume, self.request.overwrite))
 
     @property
     def material(self) -> Material:

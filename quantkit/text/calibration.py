@@ -92,15 +92,15 @@ def load(
         stream, chat_template = _take(tokenizer, usable, calibrating, held_back, bos)
     bos_token = tokenizer.bos_token_id if bos else None
     tokens = _slice(stream, options.samples, seqlen, bos_token)
-    what = f"calibration text {source.name} is empty"
-    require(len(stream), what, "give another text with --calibration", USAGE)
-    holds = f"calibration text {source.name} holds {count(len(stream), 'token')}; "
+    name = "the shipped text" if shipped else f"calibration text {source.name}"
+    require(len(stream), f"{name} is empty", "give another text with --calibration", USAGE)
+    holds = f"{name} holds {count(len(stream), 'token')}; "
     hint = "give more text with --calibration, or shorter sequences with --seqlen"
     require(len(tokens), f"{holds}one sequence needs {seqlen}", hint, USAGE)
     warnings = []
     if options.seqlen is not None and options.seqlen > seqlen:
         warnings.append(f"--seqlen {options.seqlen} is cut to the model's context, {seqlen} tokens")
-    if len(tokens) < options.samples and not shipped:
+    if len(tokens) < options.samples:
         needed = f"{count(options.samples, 'sequence')} of {seqlen} need {options.samples * seqlen:,}"
         warnings.append(f"{holds}{needed}: using {count(len(tokens), 'sequence')}")
     checkpoint.check_ids(tokens.unique().tolist())

@@ -21,6 +21,7 @@ from quantkit.text.hub_datasets import Dataset
 
 TOKEN_CHARS = 4  # of English; long texts are cut into pieces of about one sequence and shuffled
 BUFFER = 1024  # documents in the buffer that shuffles parquet and hub datasets
+PART_CHARS = 1 << 20
 JSON = (".jsonl", ".json", ".ndjson")
 CSV = {".csv": "excel", ".tsv": "excel-tab"}  # dialects of the csv module
 TABLES = (".parquet", *CSV, *JSON)  # files with columns
@@ -136,8 +137,14 @@ def _shipped(seed: int, size: int) -> Iterator[str]:
 
 
 def _text(path: Path, size: int) -> Iterator[str]:
+    """Yield the pieces of a text file. It is read in parts: its pieces alone are in memory."""
+    rest = ""
     with opened(path) as file:
-        yield from _cut(file.read(), size)
+        while part := file.read(PART_CHARS):
+            pieces = list(_cut(rest + part, size))
+            yield from pieces[:-2]  # where the others end may depend on the next part
+            rest = "".join(pieces[-2:])
+    yield from _cut(rest, size)
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """`quantkit imatrix`: turn options into an importance matrix for llama-quantize and quantkit."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from quantkit.errors import UNSUPPORTED, require
+from quantkit.errors import UNSUPPORTED, QuantkitError, refusal, require
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.gguf_shards import base_name
 from quantkit.models.files.open import watched
@@ -32,7 +33,7 @@ from quantkit.text.calibration import CalibrationSet
 @dataclass(frozen=True)
 class ImatrixJob:
     """A checked job. names: stored name of a linear -> name of its weight in a GGUF file. place: where hidden
-    states are kept; None: in memory."""
+    states are kept; None: in memory. refused: JSON object of the error that prevents writing the output."""
 
     checkpoint: Checkpoint
     skeleton: Skeleton
@@ -42,6 +43,7 @@ class ImatrixJob:
     memory_bytes: int
     output: Path
     place: Place | None
+    refused: dict | None
 
     def record(self) -> dict:
         """Return the `quantkit.imatrix/1` JSON; `run` adds `seconds`."""
@@ -62,15 +64,19 @@ class ImatrixJob:
         }
 
 
-def prepare(request: Request, progress: Progress) -> ImatrixJob:
+def prepare(request: Request, progress: Progress, dry_run: bool = False) -> ImatrixJob:
     """Open, resolve and check a job. Of `request.run`, only options of a forward pass are used.
 
-    Raises QuantkitError for everything that would fail later.
+    Raises QuantkitError for everything that would fail later; a dry run only reports an output that may not
+    be written.
     """
     request.run.check()
     checkpoint = request.open()
     output = request.output or Path(f"{base_name(request.source)}.imatrix.gguf")
-    distributed.broadcast(lambda: _check_output(output, checkpoint, request.overwrite))
+    check = partial(_check_output, output, checkpoint, request.overwrite)
+    refused = distributed.broadcast(lambda: refusal(check))
+    if refused and not dry_run:
+        raise QuantkitError(**refused)
     hint = "an importance matrix is made from the original checkpoint: give that one"
     require(not checkpoint.quantized, f"{request.source} is quantized already", hint, UNSUPPORTED)
     skeleton = open_skeleton(checkpoint, request.run)
@@ -93,7 +99,7 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     if place:
         progress.warn("hidden states do not fit into memory: a file next to the output keeps them")
     names = {row.name: stored[f"{row.name}.weight"] for row in rows if f"{row.name}.weight" in stored}
-    return ImatrixJob(checkpoint, skeleton, names, calibrated, batches, need, output, place)
+    return ImatrixJob(checkpoint, skeleton, names, calibrated, batches, need, output, place, refused)
 
 
 def _check_output(output: Path, checkpoint: Checkpoint, overwrite: bool) -> None:
