@@ -283,3 +283,10 @@ def test_files_on_the_hub_count_as_equal(form):
     contents = open_contents(str(form("unlike")))
     assert decide(contents.infos, lambda: True, stored=False).kind == "copy"
     assert decide(contents.infos, lambda: False).kind == "own"
+
+
+def test_a_plan_lists_the_embedding_outside_the_blocks(quantkit, short_demo):
+    asked = "gptq", short_demo, "--layout", "mlx", "--embedding", "8", "--group-size", "64"
+    *_, block, embedding = json.loads(quantkit(*asked, "--dry-run", "--json", "-q").out)["matrices"]
+    assert (block["name"], block["block"]) == ("mlp.down_proj", 1)
+    assert (embedding["name"], embedding["block"]) == ("model.embed_tokens", None)

@@ -81,14 +81,15 @@ class Output:
         """Return every linear of the blocks with its format, by the checkpoint's names."""
         return [
             Planned(
-                split(spec.name)[2],
-                spec.block,
+                local,
+                block,
                 (spec.out_features, spec.in_features),
                 spec.grid.describe().replace(f"groups of {spec.in_features}", "whole rows")
                 if spec.grid
                 else f"16 bit ({spec.kept})",
             )
             for spec in specs
+            for _, block, local in (split(spec.name),)
         ]
 
     def copied(self, material: Material) -> dict[str, int]:
