@@ -31,7 +31,7 @@ OTHERS = {
     "--repo-type", "--max-model-len", "--max-num-seqs", "--gpu-memory-utilization",
     "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint",
     "--ctx-size", "--speculative-config", "--model-draft",
-    "--continuous-batching", "--cb-max-memory-percent", "--cb-num-blocks",
+    "--continuous-batching", "--cb-max-memory-percent", "--cb-num-blocks", "--decode-concurrency",
 }  # fmt: skip
 GROUP = typer.main.get_command(cli.app)
 

@@ -35,11 +35,12 @@ class AutoOptions:
     engine: Literal["any", "llama.cpp", "transformers", "vllm"] = option(
         "any",
         "Engine that loads the result. llama.cpp: a GGUF file. vllm, transformers: 2 to 8 bits as "
-        "compressed-tensors (vllm: not tried on a GPU). any: 2, 3, 4 and 8 bits in the gptq layout.",
+        "compressed-tensors (vllm: on a GPU only 4 and 8 bits were tried). any: 2, 3, 4 and 8 bits in the "
+        "gptq layout.",
     )
     sym: bool = option(
         True,
-        "Symmetric grids. --no-sym, for --engine any: a zero point per group, better at 2 and 3 bits.",
+        "Symmetric grids. --no-sym, for --engine any: a zero point per group, which fewer kernels support.",
     )
     solver: str = option(
         "gptq",

@@ -31,6 +31,7 @@ class Int8(Method):
     Options = Options
     options: Options
     suffix = "int8"
+    unused = ("override",)
     work = Work(0.085)
 
     @property

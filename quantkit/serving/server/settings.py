@@ -26,20 +26,19 @@ class ServeSettings:
     ctx: int | None = option(
         None,
         "Tokens of a sequence, at most, such as 8192 or 32k. (default: the model's context as far as memory "
-        "suffices; at most 8192 on a CPU)",
+        "suffices; at most 8192 on a CPU and with llama.cpp)",
         parser=parse_tokens,
     )
     parallel: int | None = option(
-        None, "Sequences at once, at most. (default: the engine's own default, if they fit in memory)"
+        None,
+        "Sequences at once, at most. (default: vllm 64, llama.cpp 4, transformers and mlx 8, if they fit)",
     )
     kv_dtype: str | None = option(
         None,
         "Precision of the KV cache: fp16, bf16, fp8, q8_0 or q4_0; not every engine has all. (default: the "
         "engine's)",
     )
-    memory_fraction: float = option(
-        0.9, "Share of the device's memory for weights and KV cache; on a CPU, share of the free memory."
-    )
+    memory_fraction: float = option(0.9, "Share of the free memory for weights and KV cache.")
     device: str = option("auto", "cpu, cuda, cuda:N or mps; auto: the engine's own choice.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Precision of the weights and activations. auto: the checkpoint's own."
