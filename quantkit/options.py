@@ -58,7 +58,7 @@ def check_machine(device: str | None, threads: int | None) -> None:
 
     If torch is already imported, devices of its extensions are valid too.
     """
-    check_value("--threads", threads, threads is None or threads >= 1, "choose 1 or more")
+    check_value("--threads", threads, threads is None or 1 <= threads <= 1024, "choose 1 to 1024")
     if device and "torch" not in sys.modules and not re.fullmatch(DEVICES, device):
         raise unknown_device(device)
 

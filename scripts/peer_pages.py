@@ -42,7 +42,8 @@ def ours(row: Row) -> bool:
 
 
 def name(row: Row) -> str:
-    return f"**quantkit {row['label']}**" if ours(row) else row["label"]
+    command = {"yaqa": "gptq --solver yaqa"}.get(row["label"], row["label"])
+    return f"**quantkit {command}**" if ours(row) else command
 
 
 def ordered(rows: list[Row], text: str) -> list[Row]:

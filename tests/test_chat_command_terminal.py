@@ -142,6 +142,8 @@ def test_answers_cannot_steer_the_terminal(capsys, monkeypatch):
         ("--engine llama.cpp", 4, "llama.cpp runs GGUF files"),
         ("--template none.jinja", 3, "--template none.jinja cannot be read"),
         ("--raw --template x", 2, "--raw takes no --template"),
+        ("--raw --system x", 2, "--raw takes no --system"),
+        ("--temperature 1e-40", 2, "--temperature 1e-40 is invalid"),
     ],
 )
 def test_what_makes_no_sense(refuse, talker, arguments, code, words):

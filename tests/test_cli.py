@@ -842,6 +842,7 @@ def test_a_finished_job_has_nothing_to_resume(quantkit, refuse, model, tmp_path)
     before = jobs.contents(tmp_path / "out")
     done = quantkit(*asked, "--resume", "-q")
     assert (done.code, done.out, done.err) == (0, "out is already finished\n", "")
+    assert quantkit(*asked, "--resume", "--dry-run", "-q") == done
     told = json.loads(quantkit(*asked, "--resume", "--json", "-q").out)
     assert told == {"schema": "quantkit.job/3", "output": "out", "finished": True}
     for other, different in (

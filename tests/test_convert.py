@@ -104,6 +104,8 @@ def test_mlx_stores_codes_scales_and_offsets(made, tmp_path):
         assert torch.equal(own.codes, other.codes)
         assert torch.equal(own.params.scale, other.params.scale.float())
         assert torch.equal(other.params.bias.float(), -own.params.scale * own.params.zero)
+    told = verify.verify(str(tmp_path / "mlx"), str(made.source), lambda *_: None)
+    assert told["problems"] == [] and "no errors to compare with" in told["notes"][-1]
 
 
 def permuted(values, heads):

@@ -119,7 +119,7 @@ def test_without_a_token_or_a_network_it_says_so(made, tmp_path):
             assert refused["code"] == 2 and "error: there is no token for the hub\n" in refused["err"]
     with Elsewhere(home, "http://127.0.0.1:9", TOKEN) as process:
         failed = process.ask(do="run", arguments=["push", str(made), "org/new"])
-    assert failed["code"] == 1 and "error: org/new was not written: the network: " in failed["err"]
+    assert failed["code"] == 3 and "error: org/new was not written: the network: " in failed["err"]
     assert "see that it works; continue with: quantkit push" in failed["err"]
 
 

@@ -71,6 +71,7 @@ def test_only_such_text_is_replaced(tmp_path):
         (own, False, "exists"),
         (other, True, "was not written by quantkit sample"),
         (tmp_path, True, "is not a plain file"),
+        (tmp_path / "new.txt", False, "sample writes JSON lines"),
         (tmp_path / "none" / "a.jsonl", False, "no such folder"),
     ]:
         with pytest.raises(errors.QuantkitError, match=said):

@@ -52,7 +52,7 @@ class Question:
         """Raise QuantkitError for values that are invalid for every model."""
         for name in ("gpus", "batch", "samples", "seqlen", "threads"):
             value = getattr(self, name)
-            check_value(flag_of(name), value, value is None or 1 <= value <= MOST, "choose 1 or more")
+            check_value(flag_of(name), value, value is None or 1 <= value <= MOST, f"choose 1 to {MOST:,}")
         for name in ("vram", "bandwidth", "tflops"):
             value = getattr(self, name)
             check_value(flag_of(name), value, value is None or 0 < value < 1e9, "give a positive number")

@@ -84,7 +84,7 @@ def run(base: recipe.Recipe, settings: Sequence[str], context: typer.Context, va
             folder = jobs[0].checkpoint.folder
             head = card.head(card.base_of(request.source, folder), "", folder)
             card.check(head, folder / card.CARD, "use quantkit push after the job; then ")
-        if values["dry_run"]:
+        if values["dry_run"] and jobs:
             progress.close()
             plans = of_job.merged([job_report.plan_record(prepared) for prepared in jobs])
             return streams.present(plans, values["as_json"], lambda: job_report.print_plans(jobs))

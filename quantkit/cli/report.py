@@ -1,4 +1,4 @@
-"""Turn results of eval and bench into one HTML page.
+"""Turn results of eval into one HTML page.
 
 Examples:
   quantkit report result.json -o report.html     # of quantkit eval … --json > result.json

@@ -48,6 +48,8 @@ def decoded(text: str, name: str) -> str:
 def prepare() -> None:
     """Make printing safe: closed streams discard text, and encodings without Unicode get plain characters."""
     codecs.register_error("plain", _plain)
+    if sys.stdin is None:  # closed by the parent process
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     if hasattr(sys.stdin, "reconfigure"):
         with suppress(io.UnsupportedOperation):  # stdin was read before: a caller in the same process
             sys.stdin.reconfigure(errors="surrogateescape")  # see `decoded`

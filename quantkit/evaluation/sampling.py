@@ -85,7 +85,7 @@ def generate(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", FutureWarning)  # 5.24 renames an argument that 5.20 needs
-        torch.manual_seed(sampling.seed)
+        torch.manual_seed(sampling.seed % 2**64)
         mask = torch.ones_like(prompt)
         return model.generate(prompt, attention_mask=mask, generation_config=settings, **given)
 

@@ -47,7 +47,7 @@ def sequences(
     how.update(min_new_tokens=settings.seqlen - 1, pad_token_id=first)
     model.generation_config = transformers.GenerationConfig()  # ignore the checkpoint's own settings
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(settings.seed % 2**64)
         for start in range(0, samples, settings.batch_size):
             listen(start, samples)
             prompt = torch.full((min(settings.batch_size, samples - start), 1), first, device=device)
@@ -108,7 +108,8 @@ def check_output(output: Path, overwrite: bool) -> None:
     require(folder.is_dir(), f"no such folder: {folder}", "make it, or choose another -o", USAGE)
     check_place(output)
     if not os.path.lexists(output):
-        return
+        lines = f"{output}: sample writes JSON lines"
+        return require(output.suffix == ".jsonl", lines, "choose a name that ends in .jsonl", USAGE)
     plain = output.is_file() and not output.is_symlink()
     require(plain, f"{output} is not a plain file", "choose another -o, such as own.jsonl", USAGE)
     require(overwrite, f"{output} exists", "choose another -o, or replace it with --overwrite", USAGE)

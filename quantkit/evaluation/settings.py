@@ -131,6 +131,11 @@ def data_free() -> list[str]:
     return names
 
 
+def check_temperature(value: float) -> None:
+    """Raise QuantkitError for a temperature by which logits cannot be divided."""
+    check_value("--temperature", value, value == 0 or 1e-4 <= value < math.inf, "choose 0, or 0.1 to 2")
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the tokens of a text are chosen."""
@@ -144,7 +149,7 @@ class Sampling:
     def check(self) -> None:
         """Raise QuantkitError for invalid values."""
         check_value("-n", self.tokens, self.tokens >= 1, "choose 1 or more")
-        check_value("--temperature", self.temperature, 0 <= self.temperature < math.inf, "choose 0 to 2")
+        check_temperature(self.temperature)
         check_value("--top-k", self.top_k, self.top_k >= 0, "choose 0 (all) or more")
         check_value("--top-p", self.top_p, 0 < self.top_p <= 1, "choose above 0, up to 1")
         if not self.temperature and (self.top_k or self.top_p < 1):

@@ -4,7 +4,16 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from quantkit.errors import USAGE, VERIFICATION, QuantkitError, first_line, refuse_problems, require
+from quantkit.errors import (
+    NOT_FOUND,
+    RUNTIME,
+    USAGE,
+    VERIFICATION,
+    QuantkitError,
+    first_line,
+    refuse_problems,
+    require,
+)
 from quantkit.inspection import clients, look, verify
 from quantkit.inspection.values import Listener
 from quantkit.models.files import card, hub
@@ -45,8 +54,11 @@ def push(source: str, repo: str, private: bool, revision: str | None, listen: Li
             names = [MANIFEST, card.CARD, *(row["name"] for row in verified["files"])]
             made = api.upload_folder(folder_path=path, allow_patterns=names, **to)
     except (OSError, ValueError, errors.HTTPError) as error:
+        offline = isinstance(error, errors.OfflineModeIsEnabled)
         unanswered = isinstance(error, errors.HTTPError) and not isinstance(error, errors.HfHubHTTPError)
         why, see = ("the network", "it works") if unanswered else ("the hub", "the token may write")
-        hint = f"see that {see}; continue with: quantkit push {quote(source)} {repo}"
-        raise QuantkitError(f"{repo} was not written: {why}: {first_line(error)}", hint) from error
+        see = "unset HF_HUB_OFFLINE" if offline else f"see that {see}"
+        what, hint = f"{repo} was not written: {why}: {first_line(error)}", f"{see}; continue with: "
+        hint += f"quantkit push {quote(source)} {repo}"
+        raise QuantkitError(what, hint, NOT_FOUND if offline or unanswered else RUNTIME) from error
     return {"schema": "quantkit.push/1", "source": source, "repo": repo, "url": made.commit_url}

@@ -46,7 +46,7 @@ def verify(
         manifest = contents.manifest or {}
         untrusted.check_schema(manifest, MANIFEST_SCHEMA, MANIFEST, "copy or download it again")
     except QuantkitError as error:
-        if not (path.is_file() or (path / MANIFEST).is_file() or (path / CONFIG).is_file()):
+        if not (path.suffix == ".gguf" or (path / MANIFEST).is_file() or (path / CONFIG).is_file()):
             raise  # not a checkpoint that quantkit wrote
         return result | {"made": None, "files": [], "linears": [], "problems": [error.message]}
     made = record.describe(contents)

@@ -94,6 +94,9 @@ def convert(source: str, to: str, output: Path | None, overwrite: bool, progress
                 written = _file_of(to, material, progress) if staging.one_file else Output()
                 stored_manifest = untrusted.parse((checkpoint.manifest() or "{}").encode())
                 manifest = {"schema": "quantkit.manifest/1"} | stored_manifest | {"converted": {"to": to}}
+                if to == "mlx":  # decodes to float16: the recorded errors are those of other values
+                    rows = manifest.get("linears", ())
+                    manifest["linears"] = [{k: row[k] for k in row if k not in verify.ERRORS} for row in rows]
                 draft = Draft(written, material, manifest)
                 with staging.assemble() as path:
                     written.write([draft], None, progress)
@@ -252,7 +255,8 @@ def _describe(material: Material, to: str, path: Path) -> None:
     head |= {key: old[key] for key in ("model-index",) if ours and key in old}
     rest = "".join(text.partition("## Load it")[1:]) if ours else "## Load it\n"
     rest = card.renamed(rest, source.name, output.name)
-    what = f"{source.name}, converted to {to} by quantkit {__version__}: all weights are equal."
+    equal = "codes and scales" if to == "mlx" else "weights"
+    what = f"{source.name}, converted to {to} by quantkit {__version__}: all {equal} are equal."
     load = clients.how_to_load(describe(open_contents(str(path)))["clients"], output.name)
     text = card.section(f"\n# {output.name}\n\n{what}\n\n{rest}", "load", load)
     card.write_own(card.path_of(output) if path.is_file() else path / card.CARD, head, text)

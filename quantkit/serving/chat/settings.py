@@ -54,6 +54,7 @@ class ChatSettings(LocalOptions):
 
     def check(self) -> None:
         """Raise QuantkitError for invalid values."""
-        both = self.raw and self.template
-        require(not both, "--raw takes no --template", "leave out one of them", USAGE)
+        for name in ("template", "system"):
+            both = self.raw and getattr(self, name)
+            require(not both, f"--raw takes no --{name}", "leave out one of them", USAGE)
         _ = self.cache  # raises for an unknown precision

@@ -61,6 +61,7 @@ def start(
     if settings.template:
         with opened(settings.template, "--template", "check the path") as file:
             given = file.read()
+        require(given.strip(), f"{settings.template} is empty", "give a Jinja template", USAGE)
     hint = "add --template FILE, or --raw to continue text without roles"
     require(settings.raw or given or stored, f"{source} has no chat template", hint, USAGE)
     sampling = chosen_sampling(settings, recommended)

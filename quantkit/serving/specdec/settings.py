@@ -1,12 +1,13 @@
 """The flags of `quantkit specdec`."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from quantkit.evaluation.settings import check_temperature
 from quantkit.options import check_value, option, text_column
 from quantkit.serving.settings import LocalOptions
+from quantkit.text.sources import opened
 
 LOOKUP = "prompt-lookup"  # drafts the tokens that followed the last ones earlier in the text
 MOST = 64  # maximum of tokens drafted at once
@@ -37,5 +38,8 @@ class SpecdecSettings(LocalOptions):
     def check(self) -> None:
         """Raise QuantkitError for invalid values."""
         super().check()
+        if self.prompt_text:
+            with opened(self.prompt_text, "--prompt-text", "check the path"):
+                pass
         check_value("--k", self.ks[-1], self.ks[-1] <= MOST, f"choose numbers from 1 to {MOST}")
-        check_value("--temperature", self.temperature, 0 <= self.temperature < math.inf, "choose 0 to 2")
+        check_temperature(self.temperature)
