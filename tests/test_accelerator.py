@@ -83,7 +83,8 @@ def both(far, quantkit, tmp_path):
     """`both("gptq", model)` runs a command on the CPU and on the double: both output folders."""
 
     def run(*arguments, **device) -> tuple[Path, Path]:
-        on_cpu, on_far = tmp_path / "on-cpu", tmp_path / "on-far"
+        ending = ".jsonl" if arguments[0] == "sample" else ""
+        on_cpu, on_far = (tmp_path / f"{name}{ending}" for name in ("on-cpu", "on-far"))
         options = (*arguments, "--dtype", "float32", "-q")
         done = quantkit(*options, "-o", on_cpu, "--device", "cpu")
         assert done.code == 0, done.err
