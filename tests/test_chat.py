@@ -135,8 +135,8 @@ def test_a_model_without_template_takes_no_conversations(chat_model, write):
     [
         ([{"role": "user"}], "holds a message without role and content (it has: role)"),
         (["hello"], "holds a message without role and content (it has: str)"),
-        ([], "does not fit the model's chat template: "),
-        ([{"role": "judge", "content": "x"}], "does not fit the model's chat template: no judges here"),
+        ([], "does not fit the chat template: "),
+        ([{"role": "judge", "content": "x"}], "does not fit the chat template: no judges here"),
     ],
 )
 def test_a_conversation_that_does_not_fit_is_named(chat_model, write, messages, words):

@@ -163,7 +163,7 @@ def test_a_template_that_is_none_is_refused(model, quantkit, monkeypatch, tmp_pa
     (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
     monkeypatch.setattr("sys.stdin", io.StringIO("x\n"))
     done = quantkit("chat", model, "--template", tmp_path / "broken.jinja", "-q")
-    assert done.code == 2 and "does not fit the model's chat template: " in done.err
+    assert done.code == 2 and "does not fit the chat template: " in done.err
 
 
 @pytest.mark.parametrize("adds", [True, False])

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from stand_in_hub import SHA, TOKEN, environment
 
-from quantkit.errors import NOT_FOUND, RUNTIME, UNSUPPORTED, QuantkitError
+from quantkit.errors import NOT_FOUND, RUNTIME, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.models.files import hub
 from quantkit.models.files.headers import open_contents
 from quantkit.models.files.open import open_checkpoint
@@ -404,6 +404,12 @@ def test_the_hub_cache_opens_offline(cache, revision, blocks):
     assert checkpoint.folder.parent == cache / "snapshots"
     assert checkpoint.config.num_hidden_layers == blocks
     assert len([name for name in checkpoint.names if "up_proj" in name]) == blocks
+
+
+def test_a_folder_has_no_revisions(cache):
+    [folder, *_] = (cache / "snapshots").iterdir()
+    error = error_of(open_checkpoint, str(folder), revision="v1")
+    assert error.exit_code == USAGE and "--revision v1 is for repositories of the hub" in error.message
 
 
 @pytest.mark.parametrize(("source", "revision"), [("org/other", None), ("org/name", "v2")])

@@ -227,6 +227,12 @@ def test_another_job_is_refused(workplace, quantkit, staged, changed, named):
     assert contents(staged) == before
 
 
+def test_of_another_commands_job_only_shared_options_are_compared(workplace, quantkit, staged):
+    code, said = quantkit("nf4", workplace / "model", "-o", "out", "--resume")
+    assert code == 2 and said.startswith("error: out.partial holds another job; different: "), said
+    assert "(gptq there, nf4 here)" in said and "--bits" not in said and "--sym" not in said
+
+
 @pytest.mark.parametrize(
     ("model", "text", "named"),
     [("other", "model.txt", "files of the model"), ("model", "other.txt", "calibration tokens")],

@@ -193,7 +193,7 @@ def test_what_is_refused_before_anything_starts(refuse, demo_model, tiny_model):
 RUNAWAYS = {
     "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}": "it calls itself without end",
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "it does not end",
-    "{{ raise_exception('not you') }}": "a question does not fit the model's chat template: not you",
+    "{{ raise_exception('not you') }}": "a question does not fit the chat template: not you",
 }
 
 

@@ -63,11 +63,11 @@ class ChatTemplate:
         try:
             return template_worker.WORKER.render(dated, messages, special, answer, tools)
         except template_worker.Failed as error:
-            what = f"{conversation.where} does not fit the model's chat template: {error}"
+            what = f"{conversation.where} does not fit the chat template: {error}"
             hint = "leave such rows out, or give their text under another column"
             raise QuantkitError(what, hint, USAGE) from error
         except template_worker.Runaway as error:
-            what = f"the model's chat template was stopped: {error}"
+            what = f"the chat template was stopped: {error}"
             hint = "do not trust it; give plain text: no messages, no --chat"
             raise QuantkitError(what, hint, UNSUPPORTED) from error
 

@@ -38,6 +38,8 @@ def resolve(source: str, revision: str | None = None, offline: bool = False) -> 
     reached.
     """
     if path := local(source):
+        what = f"--revision {revision} is for repositories of the hub, {source} is on this machine"
+        require(revision is None, what, "leave it out", USAGE)
         return path
     from huggingface_hub import snapshot_download
 

@@ -21,9 +21,11 @@ WORDS = {  # entries that are no option's value, in the words of a user
 
 
 def differences(stored: dict, requested: dict, prefix: str = "") -> list[str]:
-    """Return a text with both values for each entry in which two fingerprints differ."""
+    """Return a text with both values for each entry in which two fingerprints differ. Options that only one
+    of two commands has are left out."""
     different = []
-    for key in sorted(stored.keys() | requested.keys()):
+    foreign = stored.keys() ^ requested.keys() if prefix == "options." else set()
+    for key in sorted((stored.keys() | requested.keys()) - foreign):
         left, right = stored.get(key), requested.get(key)
         if isinstance(left, dict) and isinstance(right, dict):
             different += differences(left, right, f"{prefix}{key}.")
