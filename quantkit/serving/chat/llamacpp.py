@@ -25,7 +25,7 @@ class LlamaCppChat:
     def __init__(
         self, source: str, path: Path, settings: ChatSettings, context: int, template: str | None = None
     ):
-        device, kv_dtype = choose_device(settings.device).type, settings.cache or "float16"
+        device, kv_dtype = choose_device(settings.device).type, settings.kv_dtype or "float16"
         metadata, infos = gguf_file.read_header(path)
         self.template, self._bos = llamacpp.chat_template(metadata, template)
         context = -(-context // CONTEXT_STEP) * CONTEXT_STEP

@@ -44,17 +44,14 @@ class ChatSettings(LocalOptions):
         False, "In transformers, compute with decoded weights instead of the layout's own kernels."
     )
     kv_dtype: str | None = option(
-        None, "Precision of the KV cache in llama.cpp: fp16, bf16, fp32, q8_0 or q4_0. (default: fp16)"
+        None,
+        "Precision of the KV cache in llama.cpp: fp16, bf16, fp32, q8_0 or q4_0. (default: fp16)",
+        parser=kv_types.named,
+        metavar="TYPE",
     )
-
-    @property
-    def cache(self) -> str | None:
-        """Return `kv_types`' name for the cache's precision. Raises QuantkitError for an unknown one."""
-        return None if self.kv_dtype is None else kv_types.named(self.kv_dtype)
 
     def check(self) -> None:
         """Raise QuantkitError for invalid values."""
         for name in ("template", "system"):
             both = self.raw and getattr(self, name)
             require(not both, f"--raw takes no --{name}", "leave out one of them", USAGE)
-        _ = self.cache  # raises for an unknown precision

@@ -49,7 +49,7 @@ def start(
         recommended = {name: metadata.get(f"general.sampling.{key}") for name, key in RECOMMENDED.items()}
     else:
         hint = "leave out --kv-dtype: the cache has the precision of --dtype"
-        require(settings.cache is None, "--kv-dtype is for GGUF files through llama.cpp", hint, UNSUPPORTED)
+        require(not settings.kv_dtype, "--kv-dtype is for GGUF files through llama.cpp", hint, UNSUPPORTED)
         checkpoint = open_checkpoint(source, revision, offline, trust_remote_code)
         stored, made_for = checkpoint.tokenizer.chat_template, checkpoint.context
         if note:

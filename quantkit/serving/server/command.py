@@ -61,8 +61,8 @@ def vllm(model: str, name: str, settings: ServeSettings, size: ServerSize) -> Se
     argv += ["--served-model-name", name, "--host", settings.host, "--port", str(settings.port)]
     argv += ["--max-model-len", str(size.ctx), "--max-num-seqs", str(size.parallel)]
     argv += ["--dtype", settings.dtype] if settings.dtype != "auto" else []
-    if settings.cache:
-        argv += ["--kv-cache-dtype", _cache_type("vLLM", settings.cache)]
+    if settings.kv_dtype:
+        argv += ["--kv-cache-dtype", _cache_type("vLLM", settings.kv_dtype)]
     argv += ["--trust-remote-code"] * settings.trust_remote_code
     env = {"VLLM_NO_USAGE_STATS": "1"}
     if size.on_cpu:
@@ -83,8 +83,8 @@ def llamacpp(model: str, name: str, settings: ServeSettings, size: ServerSize) -
     argv = [program] if program else [sys.executable, "-m", LLAMA_SERVER]
     argv += ["--model", model, "--alias", name, "--host", settings.host, "--port", str(settings.port)]
     argv += ["--ctx-size", str(size.ctx * size.parallel), "--parallel", str(size.parallel)]
-    if settings.cache:
-        kind = _cache_type("llama.cpp", settings.cache)
+    if settings.kv_dtype:
+        kind = _cache_type("llama.cpp", settings.kv_dtype)
         argv += ["--cache-type-k", kind, "--cache-type-v", kind]
     argv += ["--n-gpu-layers", "0"] if settings.device == "cpu" else []
     secret = ("LLAMA_API_KEY", settings.api_key) if settings.api_key else None
@@ -132,7 +132,7 @@ def _refuse_more(server: str, settings: ServeSettings) -> None:
     hint = "serve with vllm or llama.cpp, or leave out"
     require(not settings.api_key, f"{server} takes no API key", f"{hint} --api-key", UNSUPPORTED)
     why = f"{server} keeps its cache in the precision of the model"
-    require(not settings.cache, why, f"{hint} --kv-dtype", UNSUPPORTED)
+    require(not settings.kv_dtype, why, f"{hint} --kv-dtype", UNSUPPORTED)
 
 
 def _visible(settings: ServeSettings) -> dict[str, str]:

@@ -37,6 +37,8 @@ class ServeSettings:
         None,
         "Precision of the KV cache: fp16, bf16, fp8, q8_0 or q4_0; not every engine has all. (default: the "
         "engine's)",
+        parser=kv_types.named,
+        metavar="TYPE",
     )
     memory_fraction: float = option(0.9, "Share of the free memory for weights and KV cache.")
     device: str = option("auto", "cpu, cuda, cuda:N or mps; auto: the engine's own choice.")
@@ -48,11 +50,6 @@ class ServeSettings:
     api_key: str | None = field(default=None, repr=False)
     extra: tuple[str, ...] = ()
 
-    @property
-    def cache(self) -> str | None:
-        """Return `kv_types`' name for the cache's precision. Raises QuantkitError for an unknown one."""
-        return None if self.kv_dtype is None else kv_types.named(self.kv_dtype)
-
     def check(self) -> None:
         """Raise QuantkitError for invalid values."""
         parallel, seconds, share = self.parallel, self.start_timeout, self.memory_fraction
@@ -62,7 +59,6 @@ class ServeSettings:
         check_value("--memory-fraction", share, 0 < share <= 1, "above 0, at most 1")
         valid = (key := self.api_key) is None or (key.strip() and key.isascii() and key.isprintable())
         require(valid, "the API key is empty or not printable ASCII", "give another", USAGE)
-        _ = self.cache  # raises for an unknown precision
 
     @property
     def is_local(self) -> bool:

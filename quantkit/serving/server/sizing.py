@@ -63,7 +63,7 @@ def fit(
         notes.append(f"the cache is not counted: {error}")
     if caches is None:
         return ServerSize(most, sequences, None, most * sequences, weight_bytes, usable, on_cpu)
-    dtype = settings.cache or ("float32" if settings.dtype == "float32" else "bfloat16")
+    dtype = settings.kv_dtype or ("float32" if settings.dtype == "float32" else "bfloat16")
     left = usable - weight_bytes
     for ctx, count in _candidates(most, sequences, settings):
         per_sequence = kv_cache.sequence_bytes(caches, ctx, kv_types.TYPES[dtype].nbytes, kv_cache.PAGE)
