@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from quantkit.layouts import Layout
 from quantkit.models.kv_types import BLOCK, TYPES
 from quantkit.models.skeleton import Skeleton
 
-EMPTY: Mapping = MappingProxyType({})
 ROTATED = 64  # smallest rotation in llama.cpp
 PARAMETERS = ("past_key_values", "past_key_value", "layer_past")  # names of forward's parameter for the cache
 
@@ -33,8 +31,8 @@ class KvCache:
     """The quantized cache of a model. name: a name of `kv_types.TYPES`. scales: {(block, name of the
     attention): (k_scale, v_scale)}, if stored in the checkpoint; only `fp8` uses them."""
 
-    def __init__(self, name: str, scales: Mapping[tuple[int, str], tuple[Tensor, Tensor]] = EMPTY):
-        self.name, self._scales = name, scales if name == "fp8" else EMPTY
+    def __init__(self, name: str, scales: Mapping[tuple[int, str], tuple[Tensor, Tensor]]):
+        self.name, self._scales = name, scales if name == "fp8" else {}
         self._rounding = rounding_of(name)
         self._modules: dict[int, list[_ModuleCache]] = {}  # by block
 

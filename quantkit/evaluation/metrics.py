@@ -38,8 +38,6 @@ class Scores:
     def of_all_ranks(self) -> Scores:
         """Gather the scores of all ranks, in the order of the windows."""
         gathered = distributed.all_gather(self)
-        if len(gathered) == 1:
-            return self
         names = [name for name, values in vars(self).items() if values is not None]
         return Scores(**{name: torch.cat([getattr(scores, name) for scores in gathered]) for name in names})
 
