@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.evaluation.generate import first_difference
+from quantkit.evaluation.generate import equal_beginning
 from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files.open import open_checkpoint
 from quantkit.serving.chat.session import Answer, ChatSession
@@ -52,7 +52,7 @@ class Fed:
         """How many tokens at the beginning of each prompt were fed before."""
         texts = [prompt + answer for prompt, answer in zip(self.prompts, self.answers, strict=True)]
         pairs = zip(texts, self.prompts[1:], strict=False)
-        return [0, *(first_difference(text[:-1], prompt[:-1]) or len(text) - 1 for text, prompt in pairs)]
+        return [0, *(equal_beginning(text[:-1], prompt[:-1]) for text, prompt in pairs)]
 
     def anew(self, ids: list[int], tokens: int, ends: list[int]) -> list[int]:
         """What the model answers without anything that was kept."""

@@ -226,7 +226,8 @@ def test_the_chat_template_is_applied(tiny_model, quantkit, refuse):
 
 def test_a_text_cannot_steer_the_terminal(tiny_model, quantkit, monkeypatch):
     """Models write escape sequences, too: in training data they stand everywhere."""
-    monkeypatch.setattr(generate, "decode", lambda tokenizer, ids: "a\x1b[31mb\nc\x9b\x07\td")
+    written = "a\x1b[31mb\nc\x9b\x07\td"
+    monkeypatch.setattr(transformers.PreTrainedTokenizerBase, "decode", lambda *_, **__: written)
     done = quantkit("generate", tiny_model("llama", tokenizer="bos"), "-p", "x", "-n", 1, "-q")
     assert done.out == "xa\ufffd[31mb\nc\ufffd\ufffd\td\n"
 

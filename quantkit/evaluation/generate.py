@@ -5,9 +5,11 @@ whole decoded model and its KV cache are in memory, unlike in `quantkit eval`.
 """
 
 import gc
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -108,7 +110,7 @@ def continue_prompt(
         "source": checkpoint.source,
         "prompt_tokens": ids.shape[1],
         "ids": new,
-        "text": decode(tokenizer, new),
+        "text": tokenizer.decode(new, skip_special_tokens=True),
         "probabilities": recorder.probabilities,
         "stop": "length" if len(new) == settings.tokens and new[-1] not in ends else "end",
         "load_seconds": loaded - began,
@@ -163,17 +165,9 @@ def streamer(tokenizer: Any, stream: Stream) -> TextStreamer:
     return made
 
 
-def decode(tokenizer: Any, ids: list[int]) -> str:
-    """Return the text of token ids, without special tokens."""
-    return tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the index of the first difference; the length of the shorter if it is the other's beginning;
-    None if both are equal."""
-    pairs = enumerate(zip(one, other, strict=False))
-    index = next((position for position, (a, b) in pairs if a != b), None)
-    return min(len(one), len(other)) if index is None and len(one) != len(other) else index
+def equal_beginning(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of equal ids at the beginning of both."""
+    return sum(takewhile(bool, map(operator.eq, one, other)))
 
 
 def parting(
@@ -187,12 +181,12 @@ def parting(
     (`probability_of_expected`). start, end: characters of the token in this model's text.
     """
     ids, others = made["ids"], first["ids"]
-    index = first_difference(ids, others)
-    if index is None or index >= min(len(ids), len(others)):  # one text is the beginning of the other
+    index = equal_beginning(ids, others)
+    if index == min(len(ids), len(others)):
         return None
-    before = through = decode(tokenizer, ids[:index]).rstrip(BROKEN)
+    before = through = tokenizer.decode(ids[:index], skip_special_tokens=True).rstrip(BROKEN)
     for end in range(index + 1, len(ids) + 1):  # a character may take several tokens
-        through = decode(tokenizer, ids[:end]).rstrip(BROKEN)
+        through = tokenizer.decode(ids[:end], skip_special_tokens=True).rstrip(BROKEN)
         if len(through) > len(before):
             break
     return {

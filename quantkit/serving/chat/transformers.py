@@ -9,7 +9,7 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from quantkit.evaluation.generate import decode, first_difference, streamer
+from quantkit.evaluation.generate import equal_beginning, streamer
 from quantkit.evaluation.sampling import Sampling, ends_of_text, generate
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.serving.chat.session import Answer, Stream
@@ -74,7 +74,7 @@ class TransformersChat:
         new = all_ids[len(ids) :]
         ended = new[-1] in self._ends or (len(new) < limit and not stopped())
         return Answer(
-            text=decode(self._tokenizer, new),
+            text=self._tokenizer.decode(new, skip_special_tokens=True),
             prompt_tokens=len(ids),
             cached_tokens=cached,
             generated_tokens=len(new),
@@ -120,8 +120,7 @@ class KeptCache:
         """
         if not self._keeps:
             return None, 0, f"the cache of this model cannot be continued: {ANEW}"
-        index, note = first_difference(self._ids, ids[:-1]), ""
-        shared = len(self._ids) if index is None else index
+        shared, note = equal_beginning(self._ids, ids[:-1]), ""
         if self._slides and shared < self._recorded_from:
             shared, note = 0, f"a sliding window no longer holds the place of the change: {ANEW}"
         if shared:

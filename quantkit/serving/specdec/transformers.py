@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
 from quantkit.evaluation import sampling
-from quantkit.evaluation.generate import first_difference
+from quantkit.evaluation.generate import equal_beginning
 from quantkit.evaluation.sampling import Sampling
 from quantkit.serving.engines.transformers import device_time
 from quantkit.serving.specdec.acceptance_rate import DraftStep
@@ -79,8 +79,7 @@ def generate(
     read, steps = prompt.shape[1], []  # ids before the drafted ones: the first pass also reads the prompt
     for (given, _), (kept, _) in zip(begun, chosen, strict=True):
         drafted, read = given[read:], 1
-        index = first_difference(drafted, kept)
-        steps.append(DraftStep(len(drafted), len(drafted) if index is None else index, len(kept)))
+        steps.append(DraftStep(len(drafted), equal_beginning(drafted, kept), len(kept)))
     made = DraftedText(
         ids=out[0, prompt.shape[1] :].tolist(),
         steps=steps,
@@ -130,8 +129,8 @@ def parting(
     noise: largest difference of the target's logits at this position between token by token and one pass.
     tie: margin <= 2 · noise.
     """
-    index = first_difference(alone_ids, drafted_ids)
-    if index is None:
+    index = equal_beginning(alone_ids, drafted_ids)
+    if index == max(len(alone_ids), len(drafted_ids)):
         return None
     position = min(index, len(alone_ids) - 1)
     options = {"output_logits": True, "return_dict_in_generate": True}
