@@ -4,9 +4,8 @@ The loop runs as in a resumed job that has staged all blocks but those to be sol
 from the output. On the machine of the job, with its versions, all values must be equal. Elsewhere sums round
 differently, and error feedback turns many codes over. Then the stored linears run as well, so that each is
 judged alone: it may lose LINEAR_BOUND more than the one solved again, and a row ROW_BOUND. Noise may also
-reverse the move of a target (`retarget`), which adds up to MOVE_BOUND times the loss of the move. In an audit
-in float32 of a job in bfloat16 (SmolLM2-135M, 4 bits), linears that hardly move lose up to 2 % more, a row up
-to 52 %. Rounded to nearest they lose 430 % more, calibrated on another text 980 %.
+reverse the move of a target (`retarget`), which adds up to MOVE_BOUND times the loss of the move. The
+measurements from which the bounds follow are in docs/verify.md.
 """
 
 import json

@@ -1,8 +1,6 @@
 """Choice of an engine that loads the checkpoint's layout (see inspection/clients.py) and is installed.
 
-`offers` lists the engines' servers, best first, and says for each whether it can serve a checkpoint; `choose`
-takes one. `choose_local` is for commands that load models in their own process. No engine is imported: a
-program on the PATH or a package that Python finds counts as installed.
+No engine is imported: a program on the PATH or a package that Python finds counts as installed.
 """
 
 import shutil

@@ -1,4 +1,5 @@
-"""Speed-up by a draft model, from α, c and k: Leviathan et al. 2023 (arXiv:2211.17192), section 3.
+"""Speed-up by a draft model, from α, c and k: Leviathan, Kalman, Matias 2023, "Fast Inference from
+Transformers via Speculative Decoding", arXiv:2211.17192, section 3.
 
     α   probability that a drafted token is accepted, equal and independent for all       (definition 3.1)
     c   time to draft a token over the time of one step of the target alone               (definition 3.7)
