@@ -43,7 +43,6 @@ def command(
         checkpoint = open_checkpoint(model, *opened)
         device = choose_device(values["device"])
         precision = generate.shared_dtype(values["dtype"], checkpoint, device)
-        settings.check(checkpoint.source, checkpoint.context)
         progress.phase(f"loading {checkpoint.source}")
         listen = partial(progress.counting, "writing text")
         record = self_text.write(checkpoint, settings, output, precision, device, listen)
