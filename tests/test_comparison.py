@@ -179,7 +179,7 @@ def test_tasks_have_columns():
     record = records.record()
     record["models"][1]["tasks"] = {"cloze": {"acc": records.estimate(0.5, 0.05)}}
     record["models"][2]["tasks"] = {"cloze": {"perplexity": {"value": 9.0, "stderr": None}}}
-    headers = [column.header for column in columns.columns(record)]
+    headers = list(columns.columns(record))
     assert headers[-3:] == ["KL max", "cloze acc", "cloze perplexity"]
     cells = [row[-2:] for row in columns.rows(record)]
     assert cells == [["–", "–"], ["0.500 ± 0.050", "–"], ["–", "9.000 ± –"], ["", ""]]
@@ -200,7 +200,7 @@ def test_small_divergences_are_not_printed_as_zero():
 def test_a_narrow_terminal_gets_several_tables(width):
     """Every column once, in order, the model in each; as many to a table as fit."""
     record = records.record()
-    headers = ["model", *(column.header for column in columns.columns(record))]
+    headers = ["model", *columns.columns(record)]
     found = columns.rows(record)
     parts = report.split(headers, found, width)
     assert [index for part in parts for index in part[1:]] == list(range(1, len(headers)))

@@ -1,30 +1,15 @@
 """The columns of a comparison's table on a terminal, in Markdown and on the HTML page."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quantkit.evaluation.comparison.gates import look_up
 from quantkit.tables import MODEL_BITS, megabytes
 
+Columns = Mapping[str, tuple[str, Callable[[dict], str]]]  # header: meaning, and cell of a record
 NOTHING = "–"
 LOSS_NAMES = {"metrics.kld.mean": "KL divergence", "metrics.ppl.value": "perplexity"}
 UNREADABLE = 1e4  # larger values are written with an exponent
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column. meaning: explanation of the header. cell: returns the text for a model's record.
-
-    needs: the column appears, also in the row of the noise floor, only if this was measured; None: the column
-    always appears, but not for the noise floor. unit: for the page, if header and cells name none.
-    """
-
-    header: str
-    meaning: str
-    cell: Callable[[dict], str]
-    needs: str | None = None
-    unit: str = ""
 
 
 def number(value: float | None) -> str:
@@ -58,91 +43,76 @@ def at(path: str, write: Callable[[Any], str]) -> Callable[[dict], str]:
     return cell
 
 
-def _divergence(header: str, meaning: str, path: str, needs: str = "kld") -> Column:
-    return Column(header, meaning, at(path, number), needs, "nats/token")
-
-
-COLUMNS = (  # the most important first: narrow terminals cut a table in two
-    Column(
-        "kv bits",
+COLUMNS: Columns = {  # the most important first: narrow terminals cut a table in two
+    "kv bits": (
         "bits per value of a quantized key/value cache, scales included",
         at("kv.bytes_per_value", lambda nbytes: bits(8 * nbytes)),
-        "kv",
-        "bits/value",
     ),
-    Column("size", "bytes of all tensors", at("size.weight_bytes", megabytes)),
-    Column(
-        MODEL_BITS, "per weight over the whole model", at("size.bits_per_weight", bits), unit="bits/weight"
-    ),
-    Column("bits/weight", "of quantized matrices", at("size.bits_per_quantized_weight", bits)),
-    Column("perplexity", "± standard error", at("metrics.ppl", estimate)),
-    Column(
-        "Δ perplexity",
+    "size": ("bytes of all tensors", at("size.weight_bytes", megabytes)),
+    MODEL_BITS: ("per weight over the whole model", at("size.bits_per_weight", bits)),
+    "bits/weight": ("of quantized matrices", at("size.bits_per_quantized_weight", bits)),
+    "perplexity": ("± standard error", at("metrics.ppl", estimate)),
+    "Δ perplexity": (
         "from the first model, ± standard error of paired tokens",
         at("metrics.dppl", lambda increase: estimate(increase, "+")),
-        "dppl",
     ),
-    _divergence("KL divergence", "mean over tokens, from the first model, in nats", "metrics.kld.mean"),
-    Column(
-        "top-1",
+    "KL divergence": ("mean over tokens, from the first model, in nats", at("metrics.kld.mean", number)),
+    "top-1": (
         "tokens with the same most likely next token as the first model",
         at("metrics.top1", lambda share: f"{100 * share:.2f} %"),
-        "top1",
     ),
-    _divergence(
-        "from decode",
+    "from decode": (
         "KL divergence of an engine from quantkit's decode of the same model, in nats",
-        "engine.difference.mean",
-        "engine",
+        at("engine.difference.mean", number),
     ),
-)
-DISTRIBUTION = (
-    _divergence("KL median", "of the tokens' KL divergences", "metrics.kld.median"),
-    _divergence("KL 99 %", "99th percentile of the tokens' KL divergences", "metrics.kld.p99"),
-    _divergence("KL max", "of the tokens' KL divergences", "metrics.kld.max"),
-)
+}
+DISTRIBUTION: Columns = {
+    "KL median": ("of the tokens' KL divergences", at("metrics.kld.median", number)),
+    "KL 99 %": ("99th percentile of the tokens' KL divergences", at("metrics.kld.p99", number)),
+    "KL max": ("of the tokens' KL divergences", at("metrics.kld.max", number)),
+}
+# A column appears only if this was measured, in the noise floor's row too. The others have no noise floor.
+NEEDS = {"kv bits": "kv", "Δ perplexity": "dppl", "top-1": "top1", "from decode": "engine"}
+NEEDS |= dict.fromkeys(("KL divergence", *DISTRIBUTION), "kld")
+UNITS = dict.fromkeys(("KL divergence", "from decode", *DISTRIBUTION), "nats/token")
+UNITS |= {"kv bits": "bits/value", MODEL_BITS: "bits/weight"}
 
 
-def columns(record: dict) -> list[Column]:
+def columns(record: dict) -> Columns:
     """Return the columns for the measured figures, without the column of names."""
     models, pareto = record["models"], record["pareto"]
     compared = len(models) > 1
     measured = {None, *(models[0]["metrics"] if compared else ())}
     measured |= {key for key in ("kv", "engine") if any(model.get(key) for model in models)}
-    on_front = Column(
-        "front",
+    on_front = (
         f"on the Pareto front: no other model is as small with as low a {LOSS_NAMES[pareto['loss']]}",
         lambda model: "yes" if model["source"] in pareto["models"] else "",
     )
-    tasks = dict.fromkeys(  # each metric of each task that any model has
-        (task, metric)
+    shown = COLUMNS | ({"front": on_front} if compared else {}) | DISTRIBUTION
+    shown = {name: column for name, column in shown.items() if NEEDS.get(name) in measured}
+    return shown | {
+        f"{task} {metric}": ("of lm-evaluation-harness, ± standard error", _task(task, metric))
         for model in models
         for task, metrics in (model["tasks"] or {}).items()
         for metric in metrics
-    )
-    shown = (*COLUMNS, *([on_front] if compared else ()), *DISTRIBUTION)
-    return [*(column for column in shown if column.needs in measured), *map(_task, tasks)]
+    }
 
 
-def _task(key: tuple[str, str]) -> Column:
-    task, metric = key
-    return Column(
-        f"{task} {metric}",
-        "of lm-evaluation-harness, ± standard error",
-        lambda model: estimate((model["tasks"] or {}).get(task, {}).get(metric)),
-    )
+def _task(task: str, metric: str) -> Callable[[dict], str]:
+    return lambda model: estimate((model["tasks"] or {}).get(task, {}).get(metric))
 
 
 def rows(record: dict) -> list[list[str]]:
     """Return the cells of each model's row and of the noise floor's; the first cell is the name."""
-    models = record["models"]
+    models, shown = record["models"], columns(record)
     named = labels([model["source"] for model in models])
     table = [
-        [label, *(column.cell(model) for column in columns(record))]
+        [label, *(cell(model) for _, cell in shown.values())]
         for model, label in zip(models, named, strict=True)
     ]
     if floor := record["noise_floor"]:
-        cells = [column.cell(floor) if column.needs in floor["metrics"] else "" for column in columns(record)]
+        measured = floor["metrics"]
+        cells = [cell(floor) if NEEDS.get(name) in measured else "" for name, (_, cell) in shown.items()]
         table.append(["(noise floor)", *cells])
     return table
 

@@ -1,6 +1,6 @@
 """A comparison of models as a report, or as Markdown for a pull request."""
 
-from quantkit.evaluation.comparison.columns import columns, footnotes, label_by_source, labels, rows
+from quantkit.evaluation.comparison.columns import UNITS, columns, footnotes, label_by_source, labels, rows
 from quantkit.evaluation.comparison.figures import figures
 from quantkit.evaluation.comparison.gates import describe
 from quantkit.evaluation.comparison.report import Report, Table
@@ -10,15 +10,14 @@ def report(record: dict) -> Report:
     """Return the report for a record of `quantkit eval`."""
     base, *candidates = labels([model["source"] for model in record["models"]])
     others = ", ".join(candidates) if len(candidates) < 3 else f"{len(candidates)} candidates"
-    meanings = {column.header: column.meaning for column in columns(record)}
-    units = {column.header: column.unit for column in columns(record) if column.unit}
+    meanings = {header: meaning for header, (meaning, _) in columns(record).items()}
     notes = [(line, "") for line in footnotes(record)]
     notes += [(f"gate {line}", "red" if line.startswith("FAILED") else "") for line in verdicts(record)]
     data = record["data"]
     hashes = {"SHA-256 of the text": data["sha256"], "SHA-256 of the tokenizer": data["tokenizer"]}
     return Report(
         title=f"{base} against {others}" if candidates else base,
-        tables=[Table(["model", *meanings], [("", rows(record))], meanings, units)],
+        tables=[Table(["model", *meanings], [("", rows(record))], meanings, UNITS)],
         notes=notes,
         figures=figures(record),
         more={"Environment": record["env"] | hashes | (record["tasks"] or {})},
@@ -27,7 +26,7 @@ def report(record: dict) -> Report:
 
 def markdown(record: dict) -> str:
     """Return a record as GitHub-flavoured Markdown: gates, table and conditions."""
-    headers = ["model", *(column.header for column in columns(record))]
+    headers = ["model", *columns(record)]
     grid = [f"| {' | '.join(map(_escape, cells))} |" for cells in (headers, *rows(record))]
     grid.insert(1, f"| --- |{' ---: |' * (len(headers) - 1)}")
     gates = [f"- {'❌' if line.startswith('FAILED') else '✅'} {_escape(line)}" for line in verdicts(record)]

@@ -1,17 +1,16 @@
 """The report of a benchmark: size, loss and speed of each checkpoint, as a table, a page and plots."""
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from quantkit.errors import count, name_all
-from quantkit.evaluation.comparison.columns import NOTHING, at, bits, number
+from quantkit.evaluation.comparison.columns import NOTHING, Columns, at, bits, number
 from quantkit.evaluation.comparison.figures import Axis, Figure, Line, Point, Series
 from quantkit.evaluation.comparison.report import Report, Table
 from quantkit.tables import MODEL_BITS, figure, megabytes, size
 
 Record = dict[str, Any]
-Columns = Mapping[str, tuple[str, Callable[[Record], str]]]  # header: meaning, and cell of a record
 Groups = Iterable[tuple[str, Iterable[tuple[str, Record]]]]  # heading, and labels with their records
 NOISY = 0.1  # relative median deviation above which a note warns
 DECODE = "new tokens per second, all sequences together"

@@ -3,10 +3,10 @@
 import statistics
 from collections.abc import Callable, Iterator
 
-from quantkit.evaluation.comparison.columns import at
+from quantkit.evaluation.comparison.columns import Columns, at
 from quantkit.evaluation.comparison.figures import Axis, Figure, Point, Series
 from quantkit.evaluation.comparison.report import Report
-from quantkit.serving.bench.show import Columns, Record, half_range, milliseconds, table
+from quantkit.serving.bench.show import Record, half_range, milliseconds, table
 from quantkit.tables import size
 
 MEMORY = "peak of torch's allocations in the prefill, above the loaded model"

@@ -3,10 +3,10 @@
 import statistics
 from collections.abc import Iterator, Sequence
 
-from quantkit.evaluation.comparison.columns import at
+from quantkit.evaluation.comparison.columns import Columns, at
 from quantkit.evaluation.comparison.figures import Axis, Figure, Point, Series
 from quantkit.evaluation.comparison.report import Report
-from quantkit.serving.bench.show import Columns, Record, half_range, table
+from quantkit.serving.bench.show import Record, half_range, table
 from quantkit.tables import figure
 
 IDLE_MACHINE = 0.5  # below this share of busy time, the trace mostly measures waiting
