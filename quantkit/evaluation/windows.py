@@ -65,8 +65,6 @@ class Windows:
 
         Raises QuantkitError if there are fewer batches than ranks.
         """
-        if distributed.count() == 1:
-            return self
         starts = distributed.share(range(0, len(self.ids), batch))
         windows, ranks = f"{count(len(self.ids), 'window')} in batches of {batch}", distributed.count()
         what = f"{windows} are fewer batches than the {ranks} processes"
@@ -111,7 +109,7 @@ def load(
         ids = torch.cat([torch.full((len(ids), 1), tokenizer.bos_token_id), ids], 1)
     checkpoint.check_ids(ids.unique().tolist())
     overlap = ctx - step - bos  # text tokens that a window shares with the previous window
-    first = [0] + [max(0, overlap + bos - 1)] * (len(starts) - 1) if overlap > 0 else [0] * len(starts)
+    first = [0] + [max(0, overlap + bos - 1)] * (len(starts) - 1)
     left = len(stream) - (starts[-1] + body)
     return _windows(checkpoint, ids, first, name, content.encode(), stride, bos, left)
 

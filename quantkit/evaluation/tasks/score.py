@@ -59,9 +59,7 @@ def _rounds(rows: Sequence[Row], longest: int) -> Iterator[list[Batch]]:
     while start < len(rows):
         length = min(longest, -(-len(rows[start].ids) // LENGTH_STEP) * LENGTH_STEP)
         inside = list(rows[start : start + max(1, BATCH_TOKENS // length)])
-        ids = torch.zeros(len(inside), length, dtype=torch.int64)
-        for k, row in enumerate(inside):
-            ids[k, : len(row.ids)] = torch.tensor(row.ids)
+        ids = torch.tensor([row.ids + [0] * (length - len(row.ids)) for row in inside])
         if together and token_count + ids.numel() > ROUND_TOKENS:
             yield together
             together, token_count = [], 0
