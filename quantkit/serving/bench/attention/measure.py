@@ -116,18 +116,13 @@ class _AttentionBench:
 
     def rows(self, length: int) -> list[dict[str, Any]]:
         """Measure the implementations in turn with prompts of `length` tokens; return a row for each."""
-        names, refused, prompts = self.attempts.names, self.attempts.refused, self._prompts(length)
+        attempts, prompts, steps = self.attempts, self._prompts(length), 1 + self.settings.tokens
+        names, refused, device = attempts.names, attempts.refused, self.model.device
         if "eager" in names and (too_large := self._too_large(length)):
             refused.setdefault("eager", too_large)
-
-        def prefill_bytes(name: str) -> int | None:
-            return allocated(self.model.device, lambda: self._seconds(name, prompts))
-
-        def seconds(name: str) -> list[float]:
-            return self._seconds(name, prompts, 1 + self.settings.tokens)
-
-        peaks = self.attempts.turn(prefill_bytes)
-        turns = [self.attempts.turn(seconds) for _ in range(self.settings.repeats)]
+        peaks = attempts.turn(lambda name: allocated(device, lambda: self._seconds(name, prompts)))
+        repeats = range(self.settings.repeats)
+        turns = [attempts.turn(lambda name: self._seconds(name, prompts, steps)) for _ in repeats]
         rows = []
         for name in names:
             ran = [] if name in refused else [turn[name] for turn in turns]
