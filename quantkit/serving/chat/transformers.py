@@ -61,9 +61,9 @@ class TransformersChat:
                 torch.tensor([ids], device=self._module.device),
                 replace(sampling, tokens=limit),
                 self._ends,
+                {"return_dict_in_generate": True},
                 stopping_criteria=[ticks],
                 streamer=streamer(self._tokenizer, stream),
-                return_dict_in_generate=True,
                 **({"past_key_values": cache} if cache is not None else {}),
             )
         except BaseException:

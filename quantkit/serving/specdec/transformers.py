@@ -134,7 +134,7 @@ def parting(
         return None
     position = min(index, len(alone_ids) - 1)
     options = {"output_logits": True, "return_dict_in_generate": True}
-    made = sampling.generate(target, prompt, Sampling(position + 1), [], **options)
+    made = sampling.generate(target, prompt, Sampling(position + 1), [], options)
     single = made.logits[position][0].to("cpu").float()
     whole = torch.cat([prompt, torch.tensor([list(alone_ids)], device=prompt.device)], 1)
     at_once = target(input_ids=whole, use_cache=False).logits[0, prompt.shape[1] - 1 + position]
