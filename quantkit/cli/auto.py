@@ -10,7 +10,7 @@ Examples:
 Never worse: the result is kept only if it beats the best uniform preset of its size on held-out text.
 """
 
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -35,7 +35,7 @@ RUN = (
 )
 def command(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Unquantized checkpoint folder, GGUF file or hub id.")],
+    model: flags.argument("Unquantized checkpoint folder, GGUF file or hub id."),
     **values: Any,
 ) -> None:
     typed, dry_run = flags.typed(context, values), values["dry_run"]

@@ -12,17 +12,10 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from inspect import Parameter
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from quantkit.cli import flags, streams
-from quantkit.serving.bench.settings import (
-    AttentionSettings,
-    BatchingSettings,
-    BenchSettings,
-    CommonSettings,
-)
+from quantkit.serving.bench.settings import AttentionSettings, BatchingSettings, BenchSettings, CommonSettings
 
 EXAMPLES = {
     "attention": """Examples:
@@ -37,14 +30,11 @@ PANELS = {  # panels of the help; each command shows those it has
     "runs": ("batch", "prompt_tokens", "tokens", "repeats", "rounds", "warmup", "seed"),
     "engine": ("engine", "decoded", "threads", "dtype", "device"),
 }
-MODELS = Annotated[
+MODELS = flags.argument(
+    "Folders, GGUF files or hub ids; the others are compared with the first. A folder with the name of a "
+    "subcommand is written ./NAME.",
     list[str],
-    typer.Argument(
-        help="Folders, GGUF files or hub ids; the others are compared with the first. A folder with the name "
-        "of a subcommand is written ./NAME."
-    ),
-]
-MODEL = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")]
+)
 Measured = tuple[dict, Any]  # result and report
 
 
@@ -103,5 +93,5 @@ def _one(settings: AttentionSettings | BatchingSettings, values: dict, progress:
 
 
 command = _command(_models, BenchSettings, flags.parameter("models", MODELS))
-attention = _command(_one, AttentionSettings, flags.parameter("model", MODEL))
-batching = _command(_one, BatchingSettings, flags.parameter("model", MODEL))
+attention = _command(_one, AttentionSettings, flags.parameter("model", flags.MODEL))
+batching = _command(_one, BatchingSettings, flags.parameter("model", flags.MODEL))

@@ -10,19 +10,14 @@ Examples:
 In the conversation /help lists its commands; Ctrl-C stops an answer, Ctrl-D leaves.
 """
 
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from quantkit.cli import flags, streams
 from quantkit.serving.chat.settings import ChatSettings
 
 
 @flags.command(*flags.of("options", ChatSettings))
-def command(
-    model: Annotated[str, typer.Argument(help="Checkpoint: a folder, a GGUF file or a hub id.")],
-    **values: Any,
-) -> None:
+def command(model: flags.MODEL, **values: Any) -> None:
     quiet = values["quiet"]
     with streams.listener(quiet) as progress:
         with streams.uncollected():  # after the first line of progress: torch takes seconds

@@ -6,9 +6,8 @@ Examples:
   quantkit convert ./model-gptq-w4g32 --to q4_0                # writes ./model-gptq-w4g32-Q4_0.gguf
 """
 
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 
 from quantkit.cli import flags, streams
@@ -24,14 +23,12 @@ from quantkit.tables import megabytes, print_facts
     },
 )
 def command(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder of 2 to 8 bit integers.")],
-    to: Annotated[
+    model: flags.argument("Checkpoint folder of 2 to 8 bit integers."),
+    to: flags.flag(
+        "Layout to write: gptq, awq, compressed-tensors or mlx; q4_0 or q8_0: a GGUF file.",
         str,
-        typer.Option(
-            metavar="LAYOUT",
-            help="Layout to write: gptq, awq, compressed-tensors or mlx; q4_0 or q8_0: a GGUF file.",
-        ),
-    ],
+        metavar="LAYOUT",
+    ),
     **values: Any,
 ) -> None:
     with streams.listener(values["quiet"]) as progress:

@@ -11,7 +11,7 @@ Never worse: a stage that does not lower the divergence from the teacher on held
 the exit code is 0 nevertheless.
 """
 
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -38,16 +38,10 @@ HELP = {  # help that differs from that of other jobs
 )
 def command(
     context: typer.Context,
-    teacher: Annotated[
-        str, typer.Argument(help="The original model: checkpoint folder, GGUF file or hub id.")
-    ],
-    student: Annotated[
-        str,
-        typer.Argument(
-            help="The model that quantkit compressed from the teacher. Its codes stay; scales and norms "
-            "change."
-        ),
-    ],
+    teacher: flags.argument("The original model: checkpoint folder, GGUF file or hub id."),
+    student: flags.argument(
+        "The model that quantkit compressed from the teacher. Its codes stay; scales and norms change."
+    ),
     **values: Any,
 ) -> None:
     flags.check_text(values["eval_text"])

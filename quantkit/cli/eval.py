@@ -16,9 +16,7 @@ Exit code 7: a gate failed.
 """
 
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from quantkit.cli import flags, ranks, streams
 from quantkit.evaluation.settings import EvalSettings
@@ -29,26 +27,20 @@ FLAGS += flags.of("gates (exit code 7 when one fails)", EvalSettings, GATES)
 
 
 @flags.command(
-    *FLAGS,
-    shared=("revision", "html", "plot", "threads", *flags.OPENING_SEVERAL),
-    helps=flags.FIRST_REVISION,
+    *FLAGS, shared=("revision", "html", "plot", "threads", *flags.OPENING_SEVERAL), helps=flags.FIRST_REVISION
 )
 def command(
     models: flags.MODELS,
-    summary: Annotated[
+    summary: flags.flag(
+        "Append gates and table as Markdown to this file, such as $GITHUB_STEP_SUMMARY.",
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Append gates and table as Markdown to this file, such as $GITHUB_STEP_SUMMARY.",
-        ),
-    ] = None,
-    card: Annotated[
+        metavar="FILE",
+    ) = None,
+    card: flags.flag(
+        "Write the results of this model, a folder or a GGUF file, into its card.",
         Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Write the results of this model, a folder or a GGUF file, into its card.",
-        ),
-    ] = None,
+        metavar="FOLDER",
+    ) = None,
     **values: Any,
 ) -> None:
     from quantkit.evaluation.comparison import gates

@@ -34,7 +34,19 @@ def _help_all(context: typer.Context, requested: bool) -> None:
         raise typer.Exit
 
 
-MODELS = Annotated[list[str], typer.Argument(help="Checkpoints; the others are compared with the first.")]
+def argument(help: str, kind: Any = str, **how: Any) -> Any:
+    """Return the annotation of a command's argument of type `kind`. how: see typer.Argument."""
+    return Annotated[kind, typer.Argument(help=help, **how)]
+
+
+def flag(help: str, kind: Any = str | None, *names: str, **how: Any) -> Any:
+    """Return the annotation of a flag. names: by default the parameter's. how: see typer.Option."""
+    return Annotated[kind, typer.Option(*names, help=help, **how)]
+
+
+MODEL = argument("Checkpoint folder, GGUF file or hub id.")
+MODELS = argument("Checkpoints; the others are compared with the first.", list[str])
+RECIPE = argument("A shipped recipe or a YAML file.", autocompletion=completion(recipe.shipped))
 OPENING = ("revision", "offline", "trust_remote_code", "as_json", "quiet")  # to open a checkpoint
 OPENING_SEVERAL = OPENING[1:]  # the same for several, of which only the first has a revision
 FIRST_REVISION = {"revision": "Branch, tag or commit of the first model's hub id."}
@@ -79,10 +91,7 @@ class Shared:
 
 
 def of(
-    section: str,
-    options: type,
-    only: Collection[str] | None = None,
-    helps: Mapping[str, str] | None = None,
+    section: str, options: type, only: Collection[str] | None = None, helps: Mapping[str, str] | None = None
 ) -> list[inspect.Parameter]:
     """Return a flag for every option of a dataclass, or for those in `only`.
 

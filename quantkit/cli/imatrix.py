@@ -6,7 +6,7 @@ Examples:
   llama-quantize --imatrix model.imatrix.gguf model-f16.gguf model-q4.gguf Q4_K_M
 """
 
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -25,7 +25,7 @@ FORWARD = ("dtype", "device", "batch_size", "max_memory", "threads")  # options 
 )
 def command(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id, not quantized.")],
+    model: flags.argument("Unquantized checkpoint folder, GGUF file or hub id."),
     **values: Any,
 ) -> None:
     with streams.listener(values["quiet"]) as progress:

@@ -8,9 +8,7 @@ Examples:
 """
 
 from functools import partial
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from quantkit.cli import flags, streams
 from quantkit.errors import refuse_problems
@@ -21,14 +19,11 @@ from quantkit.errors import refuse_problems
     helps={"revision": "Branch, tag or commit of the first hub id."},
 )
 def command(
-    path: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")],
-    other: Annotated[
-        str | None,
-        typer.Argument(metavar="[PATH2]", help="Second checkpoint, to compare weight by weight."),
-    ] = None,
-    deep: Annotated[
-        bool, typer.Option("--deep", help="Read and decode all weights, and report NaN and infinities.")
-    ] = False,
+    path: flags.MODEL,
+    other: flags.argument(
+        "Second checkpoint, to compare weight by weight.", str | None, metavar="[PATH2]"
+    ) = None,
+    deep: flags.flag("Read and decode all weights, and report NaN and infinities.", bool, "--deep") = False,
     **values: Any,
 ) -> None:
     from quantkit.inspection import look, show

@@ -8,9 +8,7 @@ Examples:
   quantkit plan ./model --gpu h100-80g --format gptq --json
 """
 
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from quantkit.capacity.question import Question
 from quantkit.cli import flags, streams
@@ -22,22 +20,15 @@ PANELS = {
 }
 
 
-@flags.command(
-    *flags.by_panel(PANELS, Question),
-    shared=("revision", "offline", "as_json", "quiet"),
-)
+@flags.command(*flags.by_panel(PANELS, Question), shared=("revision", "offline", "as_json", "quiet"))
 def command(
-    model: Annotated[
-        str | None, typer.Argument(help="Folder, GGUF file, config.json or hub id; no weights are loaded.")
-    ] = None,
-    params: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COUNT",
-            help="Number of parameters, instead of a model: 175B, 1.5e9, or 30B-A3B if 3B of them are "
-            "active.",
-        ),
-    ] = None,
+    model: flags.argument(
+        "Folder, GGUF file, config.json or hub id; no weights are loaded.", str | None
+    ) = None,
+    params: flags.flag(
+        "Number of parameters, instead of a model: 175B, 1.5e9, or 30B-A3B if 3B of them are active.",
+        metavar="COUNT",
+    ) = None,
     **values: Any,
 ) -> None:
     from quantkit.capacity import forecast, show

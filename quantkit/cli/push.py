@@ -7,9 +7,7 @@ Examples:
 The token comes from huggingface_hub: hf auth login, or the variable HF_TOKEN.
 """
 
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from quantkit.cli import flags, streams
 from quantkit.models.files import hub
@@ -17,12 +15,10 @@ from quantkit.models.files import hub
 
 @flags.command(shared=("as_json", "quiet"))
 def command(
-    path: Annotated[str, typer.Argument(help="Checkpoint folder or GGUF file that quantkit wrote.")],
-    repo: Annotated[str, typer.Argument(help="Repository of the hub, ORG/NAME. It is created if need be.")],
-    private: Annotated[
-        bool, typer.Option("--private", help="Create a private repository; refuse one that is public.")
-    ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch to write. (default: main)")] = None,
+    path: flags.argument("Checkpoint folder or GGUF file that quantkit wrote."),
+    repo: flags.argument("Repository of the hub, ORG/NAME. It is created if need be."),
+    private: flags.flag("Create a private repository; refuse one that is public.", bool, "--private") = False,
+    revision: flags.flag("Branch to write. (default: main)") = None,
     **values: Any,
 ) -> None:
     hub.check_target(repo)

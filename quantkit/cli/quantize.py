@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -33,11 +33,7 @@ def command(method: str) -> Callable[..., None]:
     unused = methods.load(method).unused
 
     @flags.command(*(row for row in rows if row.name not in unused), shared=flags.JOB)
-    def invoke(
-        context: typer.Context,
-        model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")],
-        **values: Any,
-    ) -> None:
+    def invoke(context: typer.Context, model: flags.MODEL, **values: Any) -> None:
         named = values["recipe_name"]
         base = recipe.load(named, method) if named else recipe.Recipe(method)
         run(base, (), context, values | {"model": model})

@@ -9,7 +9,7 @@ Examples:
 import sys
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -21,17 +21,6 @@ from quantkit.quantize.prepare import recipe
 from quantkit.tables import make_table, print_table, print_written
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
-
-NAME = Annotated[
-    str,
-    typer.Argument(help="A shipped recipe, or a YAML file.", autocompletion=flags.completion(recipe.shipped)),
-]
-METHOD = Annotated[
-    str,
-    typer.Argument(
-        help="Method whose options are written.", autocompletion=flags.completion(methods.available)
-    ),
-]
 
 
 @app.command("list", epilog="Examples:\n\n  quantkit recipes list --json")
@@ -52,14 +41,19 @@ def list_command(**values: Any) -> None:
 
 @app.command("show", epilog="Examples:\n\n  quantkit recipes show gptq-w4")
 @flags.command(shared=())
-def show_command(name: NAME) -> None:
+def show_command(name: flags.RECIPE) -> None:
     """Print a recipe."""
     sys.stdout.write(recipe.read(name)[1])
 
 
 @app.command("init", epilog="Examples:\n\n  quantkit recipes init gptq -o mine.yaml")
 @flags.command(shared=("output",), helps={"output": "File to write. (default: METHOD.yaml)"})
-def init_command(method: METHOD = "gptq", **values: Any) -> None:
+def init_command(
+    method: flags.argument(
+        "Method whose options are written.", autocompletion=flags.completion(methods.available)
+    ) = "gptq",
+    **values: Any,
+) -> None:
     """Write a recipe with every option of a method, its default and its help."""
     text, path = recipe.template(method), values["output"] or Path(f"{method}.yaml")
     try:

@@ -6,9 +6,7 @@ Examples:
 """
 
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from quantkit.cli import flags
 from quantkit.errors import USAGE, QuantkitError
@@ -16,16 +14,13 @@ from quantkit.errors import USAGE, QuantkitError
 
 @flags.command(shared=("quiet",), helps={"quiet": "Do not print the names of the files."})
 def command(
-    results: Annotated[
-        list[Path],
-        typer.Argument(
-            help="Results of quantkit eval --json, all with the same text, options and first model."
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="HTML page to write: one file, without scripts.")
-    ] = Path("report.html"),
-    png: Annotated[bool, typer.Option("--png", help="Write the plots next to the page.")] = False,
+    results: flags.argument(
+        "Results of quantkit eval --json, all with the same text, options and first model.", list[Path]
+    ),
+    output: flags.flag("HTML page to write: one file, without scripts.", Path, "--output", "-o") = Path(
+        "report.html"
+    ),
+    png: flags.flag("Write the plots next to the page.", bool, "--png") = False,
     **values: Any,
 ) -> None:
     from quantkit.evaluation.comparison.record import merge, read

@@ -6,7 +6,7 @@ Examples:
   quantkit run recipe.yaml --resume     # after an interruption
 """
 
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -20,23 +20,13 @@ from quantkit.quantize.prepare import recipe as recipes
 )
 def command(
     context: typer.Context,
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            help="A shipped recipe or a YAML file.",
-            autocompletion=flags.completion(recipes.shipped),
-        ),
-    ],
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Checkpoint folder, GGUF file or hub id. (default: the recipe's model)"),
-    ] = None,
-    settings: Annotated[
-        list[str],
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Set a key of the recipe, such as quant.bits=3. Repeatable."
-        ),
-    ] = (),
+    recipe: flags.RECIPE,
+    model: flags.argument(
+        "Checkpoint folder, GGUF file or hub id. (default: the recipe's model)", str | None
+    ) = None,
+    settings: flags.flag(
+        "Set a key of the recipe, such as quant.bits=3. Repeatable.", list[str], "--set", metavar="KEY=VALUE"
+    ) = (),
     **values: Any,
 ) -> None:
     quantize.run(recipes.load(recipe), settings, context, values | {"model": model})

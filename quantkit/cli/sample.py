@@ -8,9 +8,7 @@ Examples:
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from quantkit.cli import flags, streams
 from quantkit.evaluation.settings import SampleSettings
@@ -26,9 +24,7 @@ from quantkit.tables import print_written
         "overwrite": "Replace an existing file.",
     },
 )
-def command(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")], **values: Any
-) -> None:
+def command(model: flags.MODEL, **values: Any) -> None:
     settings, as_json = flags.options(SampleSettings, values), values["as_json"]
     with streams.listener(values["quiet"]) as progress:
         with streams.uncollected():  # after the first line of progress: torch takes seconds

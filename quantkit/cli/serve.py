@@ -11,9 +11,8 @@ Examples:
 
 import json
 import sys
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 
 from quantkit.cli import flags, running, streams
@@ -24,31 +23,21 @@ from quantkit.tables import print_facts, print_line, size
 
 @flags.command(*flags.of("options", ServeSettings))
 def command(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")],
-    extra: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- …]", help="Further arguments for the engine.")
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar=KEY_VARIABLE,
-            show_envvar=True,
-            help="API key that requests must contain. Other users of this machine can read flags, not "
-            "variables.",
-        ),
-    ] = None,
-    print_only: Annotated[
-        bool, typer.Option("--print", help="Print the engine's command on one line, and start nothing.")
-    ] = False,
-    check: Annotated[
+    model: flags.MODEL,
+    extra: flags.argument("Further arguments for the engine.", list[str] | None, metavar="[-- …]") = None,
+    api_key: flags.flag(
+        "API key that requests must contain. Other users of this machine can read flags, not variables.",
+        envvar=KEY_VARIABLE,
+    ) = None,
+    print_only: flags.flag(
+        "Print the engine's command on one line, and start nothing.", bool, "--print"
+    ) = False,
+    check: flags.flag(
+        "Compare what the engine computes with quantkit's decode, as verify --engine does, start the server, "
+        "and stop after one completion. Exit code 0: it answered; 6: the engine computes something else.",
         bool,
-        typer.Option(
-            "--check",
-            help="Compare what the engine computes with quantkit's decode, as verify --engine does, start "
-            "the server, and stop after one completion. Exit code 0: it answered; 6: the engine computes "
-            "something else.",
-        ),
-    ] = False,
+        "--check",
+    ) = False,
     **values: Any,
 ) -> None:
     quiet, as_json = values["quiet"], values["as_json"]

@@ -8,9 +8,7 @@ Examples:
 """
 
 from functools import partial
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from quantkit.cli import flags, streams
 from quantkit.errors import USAGE, require
@@ -19,17 +17,13 @@ from quantkit.serving.specdec.settings import SpecdecSettings
 
 @flags.command(*flags.of("options", SpecdecSettings))
 def command(
-    target: Annotated[
-        str, typer.Argument(help="The model to make faster: checkpoint folder, GGUF file or hub id.")
-    ],
-    drafts: Annotated[
+    target: flags.argument("The model to make faster: checkpoint folder, GGUF file or hub id."),
+    drafts: flags.argument(
+        "Draft models with the same vocabulary: a compressed copy of the target, a smaller model, or "
+        "prompt-lookup, which copies from the text so far.",
         list[str] | None,
-        typer.Argument(
-            metavar="DRAFT…",
-            help="Draft models with the same vocabulary: a compressed copy of the target, a smaller model, "
-            "or prompt-lookup, which copies from the text so far.",
-        ),
-    ] = None,
+        metavar="DRAFT…",
+    ) = None,
     **values: Any,
 ) -> None:
     require(drafts, "no DRAFT is given", f"for example: quantkit specdec {target} prompt-lookup", USAGE)

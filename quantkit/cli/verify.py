@@ -10,9 +10,7 @@ Examples:
 
 import statistics
 from functools import partial
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from quantkit.cli import flags, streams
 from quantkit.errors import USAGE, count, name_all, require
@@ -32,33 +30,22 @@ AUDITED = {  # by verdict
     shared=("threads", "trust_remote_code", "as_json", "quiet"),
 )
 def command(
-    path: Annotated[str, typer.Argument(help="Checkpoint folder or GGUF file.")],
-    base: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Original model: measure the error of every linear again and compare with the manifest.",
-        ),
-    ] = None,
-    reproduce: Annotated[
-        str | None,
-        typer.Option(
-            metavar="K|all",
-            help="Audit: solve K random blocks, or all, again from --base with the settings of the "
-            "manifest, and compare their codes.",
-        ),
-    ] = None,
-    calibration: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="With --reproduce: the calibration text of the job. (default: as the manifest says)",
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="With --reproduce: seed that chooses the blocks. (default: a new one, printed)"),
-    ] = None,
+    path: flags.argument("Checkpoint folder or GGUF file."),
+    base: flags.flag(
+        "Original model: measure the error of every linear again and compare with the manifest.",
+        metavar="MODEL",
+    ) = None,
+    reproduce: flags.flag(
+        "Audit: solve K random blocks, or all, again from --base with the settings of the manifest, and "
+        "compare their codes.",
+        metavar="K|all",
+    ) = None,
+    calibration: flags.flag(
+        "With --reproduce: the calibration text of the job. (default: as the manifest says)", metavar="TEXT"
+    ) = None,
+    seed: flags.flag(
+        "With --reproduce: seed that chooses the blocks. (default: a new one, printed)", int | None
+    ) = None,
     **values: Any,
 ) -> None:
     asked, trusted = flags.options(EvalSettings, values), values["trust_remote_code"]
