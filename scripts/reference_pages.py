@@ -13,6 +13,7 @@ import notebook
 import typer
 
 from quantkit import cli
+from quantkit.cli import commands
 from quantkit.errors import EXIT_CODES
 
 
@@ -28,7 +29,8 @@ def on_files(files: Any, config: Any) -> Any:
         guides = {
             name: page.src_uri for name in re.findall(r"quantkit (\w+(?: attention| batching)?)", title)
         } | guides
-    for name, command in root.commands.items():
+    for name in root.commands:
+        command = commands.build(name)
         place = name.replace(" ", "-")
         pages[place] = f"# quantkit {name}\n\n" + section(command, context, guides.get(name, ""))
     pages["exit-codes"] = exit_codes()

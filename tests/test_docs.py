@@ -34,6 +34,7 @@ OTHERS = {
     "--continuous-batching", "--cb-max-memory-percent", "--cb-num-blocks", "--decode-concurrency",
 }  # fmt: skip
 GROUP = typer.main.get_command(cli.app)
+GROUP.commands = {name: commands.build(name) for name in GROUP.commands}
 
 
 def prose(page: Path) -> str:

@@ -17,13 +17,13 @@ import typer
 from rich.console import Console
 
 from quantkit import cli, errors
-from quantkit.cli import running
+from quantkit.cli import commands, running
 from quantkit.cli.progress import Lines, Live, Quiet
 from quantkit.cli.streams import listener
 from quantkit.errors import EXIT_CODES, QuantkitError, printable
 from quantkit.tables import make_table, print_facts, print_table, ranges
 
-GROUP = typer.main.get_command(cli.app).commands
+GROUP = {name: commands.build(name) for name in typer.main.get_command(cli.app).commands}
 COMMANDS = {name: command for name, command in GROUP.items() if not hasattr(command, "commands")} | {
     f"{group} {name}": command
     for group, commands in GROUP.items()

@@ -4,7 +4,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,49 +130,26 @@ class Command(TyperCommand):
         return super().invoke(ctx)
 
 
-class Commands(Mapping):
-    """Commands by name, each built when it is looked up."""
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in (*names(), *PARTS):
-            raise KeyError(name)
-        return build(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([*names(), *PARTS])
-
-    def __len__(self) -> int:
-        return len(names()) + len(PARTS)
-
-
 class Root(TyperGroup):
-    """The root command: lists commands in panels and imports only the one that is called."""
+    """The root command: lists commands in panels by name and summary, and imports only the one called."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands = Commands()
-
-    def list_commands(self, ctx: typer.Context) -> list[str]:
-        """Return names only: Typer's own method would build every command."""
-        return names()
+        for name in (*names(), *PARTS):
+            panel = OTHERS.get(name, COMPRESS)
+            listed = TyperCommand(name, help=summary(name), rich_help_panel=panel, hidden=name in PARTS)
+            self.add_command(listed)
 
     def get_params(self, ctx: typer.Context) -> list[Any]:
         """Return all parameters, `--help` included."""
         return _without_bool(super().get_params(ctx))
-
-    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
-        """Return a command with name and summary only, for the list of commands; None if there is none."""
-        if cmd_name not in (*names(), *PARTS):
-            return None
-        panel = OTHERS.get(cmd_name, COMPRESS)
-        return TyperCommand(cmd_name, help=summary(cmd_name), rich_help_panel=panel)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Return the command that is called, with all its flags."""
         if (part := " ".join(args[:2])) in PARTS:
             args = [part, *args[2:]]
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command and self.commands[name], rest
+        return name, command and build(name), rest
 
 
 def _alongside(function: Callable[..., None], name: str) -> Callable[..., None]:
