@@ -9,18 +9,12 @@ from quantkit import __version__
 from quantkit.cli import commands, ranks, running
 
 EPILOG = f"""Examples:
-
   quantkit plan org/name --gpu rtx-3090     # will it fit? loads nothing
-
   quantkit gptq ./model               # 4 bit, the shipped calibration text
-
   quantkit gptq ./model --dry-run     # the plan: memory and disk
-
   quantkit run gptq-w3 ./model        # a recipe; see quantkit recipes list
-
   quantkit eval ./model ./model-gptq-w4g128 --text test.txt
-
-{running.exit_codes()}"""
+{running.exit_codes()}""".replace("\n", "\n\n")  # lines of its own
 
 app = typer.Typer(
     cls=commands.Root,

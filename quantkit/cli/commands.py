@@ -84,15 +84,19 @@ def build(name: str) -> Any:
     return command
 
 
-def _without_bool(parameters: list[Any]) -> list[Any]:
-    """Return a command's parameters, changed such that the help shows no type for flags without a value."""
-    for parameter in parameters:
-        if getattr(parameter, "is_flag", False):
-            parameter.metavar = ""
-    return parameters
+class _WithoutBool:
+    """A command whose help shows no type for flags without a value."""
+
+    def get_params(self, ctx: typer.Context) -> list[Any]:
+        """Return all parameters, `--help` included."""
+        parameters = super().get_params(ctx)
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
 
 
-class Command(TyperCommand):
+class Command(_WithoutBool, TyperCommand):
     """A command whose `--help` shows common options; if it has `--help-all`, that shows all of them."""
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:
@@ -106,10 +110,6 @@ class Command(TyperCommand):
         super().format_help(ctx, formatter)
         for row in advanced:
             row.hidden = False
-
-    def get_params(self, ctx: typer.Context) -> list[Any]:
-        """Return all parameters, `--help` included."""
-        return _without_bool(super().get_params(ctx))
 
     def invoke(self, ctx: typer.Context) -> Any:
         """Check --device, --threads and paths of checkpoints, then run the command."""
@@ -130,7 +130,7 @@ class Command(TyperCommand):
         return super().invoke(ctx)
 
 
-class Root(TyperGroup):
+class Root(_WithoutBool, TyperGroup):
     """The root command: lists commands in panels by name and summary, and imports only the one called."""
 
     def __init__(self, **attributes: Any) -> None:
@@ -139,10 +139,6 @@ class Root(TyperGroup):
             panel = OTHERS.get(name, COMPRESS)
             listed = TyperCommand(name, help=summary(name), rich_help_panel=panel, hidden=name in PARTS)
             self.add_command(listed)
-
-    def get_params(self, ctx: typer.Context) -> list[Any]:
-        """Return all parameters, `--help` included."""
-        return _without_bool(super().get_params(ctx))
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Return the command that is called, with all its flags."""
