@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from quantkit.capacity import speed as speeds
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError, did_you_mean
 from quantkit.models.machine import processor
 
 GIB = 1 << 30
@@ -106,8 +106,7 @@ def find(name: str) -> Device:
     if matches := exact or (near if len(near) == 1 else []):
         return DEVICES[matches[0]]
     near = near or difflib.get_close_matches("-".join(_words(name)), DEVICES, 3, 0.5)
-    similar = f"did you mean {' or '.join(near)}? " if near else ""
-    hint = f"{similar}known: {', '.join(DEVICES)}; or give --vram, --bandwidth and --tflops"
+    hint = f"{did_you_mean(near)}known: {', '.join(DEVICES)}; or give --vram, --bandwidth and --tflops"
     raise QuantkitError(f"unknown device {name!r}", hint, USAGE)
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from quantkit.capacity.settings import HEADS, Settings
 from quantkit.errors import require
-from quantkit.inspection.names import split
+from quantkit.inspection.names import parent, split
 from quantkit.models.files.head import EMBEDDING, HEAD
 from quantkit.models.files.safetensors_folder import TensorInfo, natural
 from quantkit.models.machine.expert_share import EXPERTS, ROUTED
@@ -107,11 +107,6 @@ class Parameters:
         return replace(self.stated, values={**self.stated.values, **values})
 
     @cached_property
-    def blocks(self) -> int:
-        """Return the number of decoder blocks, without blocks that predict further tokens."""
-        return self.stated.layers
-
-    @cached_property
     def linears(self) -> list[Tensor]:
         """Return the linears of the blocks: the tensors that methods quantize."""
         return [tensor for tensor in self.tensors if tensor.is_linear]
@@ -124,14 +119,12 @@ class Parameters:
     @property
     def language_model(self) -> list[Tensor]:
         """Return the tensors except other modalities and blocks that predict further tokens."""
-        first = next(tensor for tensor in self.tensors if tensor.block == 0)
-        blocks = first.name.removesuffix(first.local).removesuffix("0.").rstrip(".")
-        root = blocks.rpartition(".")[0]
-        inside = f"{root}." if root else ""
+        stack, *_ = split(next(tensor.name for tensor in self.tensors if tensor.block == 0))
+        inside, layers = parent(stack), self.stated.layers
         return [
             tensor
             for tensor in self.tensors
-            if (tensor.name.startswith(inside) if tensor.block is None else tensor.block < self.blocks)
+            if (tensor.name.startswith(inside) if tensor.block is None else tensor.block < layers)
             or (tensor.block is None and HEAD.fullmatch(tensor.name))
         ]
 
@@ -163,9 +156,9 @@ class Parameters:
     @cached_property
     def projections(self) -> list[dict[str, Tensor]]:
         """Return, for each block, {llama.cpp's name of the projection: tensor}."""
-        blocks: list[dict[str, Tensor]] = [{} for _ in range(self.blocks)]
+        blocks: list[dict[str, Tensor]] = [{} for _ in range(self.stated.layers)]
         for tensor in self.linears:
-            if tensor.block < self.blocks and not tensor.is_expert and tensor.projection:
+            if tensor.block < len(blocks) and not tensor.is_expert and tensor.projection:
                 blocks[tensor.block][tensor.projection] = tensor
         return blocks
 
@@ -213,14 +206,14 @@ class Parameters:
         Roles: `read` (used by every token), `expert`, `table` (one row per token is used), `further` (blocks
         that predict further tokens). Mixtures have thousands of equal experts.
         """
-        tables = [TABLES] if self.is_tied else [TABLES, EMBEDDING]
+        tables, layers = [TABLES] if self.is_tied else [TABLES, EMBEDDING], self.stated.layers
         first: dict[tuple, Tensor] = {}
         counts: Counter[tuple] = Counter()
         for tensor in self.tensors:
             if tensor.block is None:
                 role = "table" if any(table.search(tensor.name) for table in tables) else "read"
             else:
-                role = "further" if tensor.block >= self.blocks else "expert" if tensor.is_expert else "read"
+                role = "further" if tensor.block >= layers else "expert" if tensor.is_expert else "read"
             name = tensor.name if tensor.block is None else None
             key = role, name, tensor.shape, tensor.nbytes, tensor.stored_nbytes, tensor.is_linear
             first.setdefault(key, tensor)

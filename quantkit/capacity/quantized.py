@@ -30,7 +30,6 @@ NAMES = {  # part of a GGUF name -> usual name in checkpoints; the first match c
     r"\.ffn_(gate|up|down)\.": r".mlp.\1_proj.",
 }
 FACTORS = re.compile(r"rope_(freqs|factors_\w+)\.weight")  # factors of rotary frequencies, not parameters
-BYTES_16_BIT = 2  # bytes of a weight in 16 bit
 
 
 def entries(contents: Contents) -> list[Tensor]:
@@ -95,4 +94,4 @@ def _of_ggml(weight: Weight, settings: Settings) -> Tensor:
         shape = shape[::-1]  # transformers stores these [in, out]
     if not weight.codes:
         return Tensor(name, shape, weight.nbytes)
-    return Tensor(name, shape, BYTES_16_BIT * weight.parameters, weight.nbytes)
+    return Tensor(name, shape, 2 * weight.parameters, weight.nbytes)

@@ -90,7 +90,8 @@ def _weights(record: Record) -> Table:
         )
     if device.get("bandwidth") and device.get("flops"):
         columns["best batch"] = lambda row: f"{row['optimal_batch']:,.0f}"
-    table = _table("weights", *columns)
+    table = make_table("weights", *columns)
+    table.collapse_padding = True  # fits 80 columns
     stored = record["weights"].get(STORED)
     if stored and stored["bytes"] != record["weights"]["bf16"]["bytes"]:
         table.add_row("as stored", *(cell(stored) for cell in columns.values()))
@@ -129,7 +130,7 @@ def _window(tokens: list[int] | None) -> str:
 
 
 def _jobs(record: Record) -> Table:
-    table = _table("to make it", "peak memory", "disk", "time")
+    table = make_table("to make it", "peak memory", "disk", "time")
     for method, job in record["job"].items():
         if job["peak_memory_bytes"] is None:
             table.add_row(method, *[MISSING] * 3)
@@ -149,7 +150,8 @@ def _remarks(record: Record) -> Iterator[str]:
             remarks.setdefault(f"not possible: {row['reason']}", []).append(name)
     for method, job in record["job"].items():
         if job["peak_memory_bytes"] is not None:
-            remarks.setdefault(_time_basis(job), []).append(method)
+            within = f" within a factor of {job['seconds_factor']}, from" if job["seconds"] else ""
+            remarks.setdefault(f"time{within} {job['basis']}", []).append(method)
             if memory := _memory_basis(job):
                 remarks.setdefault(memory, []).append(method)
             if job["needs"]:
@@ -173,26 +175,11 @@ def _remarks(record: Record) -> Iterator[str]:
         )
 
 
-def _time_basis(job: Record) -> str:
-    if job["seconds"] is None:
-        return f"time {job['basis']}"
-    return f"time within a factor of {job['seconds_factor']}, from {job['basis']}"
-
-
 def _memory_basis(job: Record) -> str | None:
     """Return how a job uses less memory than usual, or with which options it would fit; None if it fits."""
     if job["fits"] is False:
-        remedy = job["remedy"]
-        return (
-            f"{size(remedy['peak_memory_bytes'])} with {remedy['flags']}"
-            if remedy
-            else "no option makes it fit"
-        )
+        if (remedy := job["remedy"]) is None:
+            return "no option makes it fit"
+        return f"{size(remedy['peak_memory_bytes'])} with {remedy['flags']}"
     flags = typed({name: job[name] for name in ("sequential", "states")})
     return f"memory with {flags}, which the job chooses" if flags else None
-
-
-def _table(*columns: str) -> Table:
-    table = make_table(*columns)
-    table.collapse_padding = True  # fits 80 columns
-    return table
