@@ -33,11 +33,7 @@ RUN = (
     shared=("output", "dry_run", "resume", "overwrite", *flags.OPENING),
     helps={"output": "Output folder, or GGUF file. (default: MODEL-auto-3.5bpw)"},
 )
-def command(
-    context: typer.Context,
-    model: flags.argument("Unquantized checkpoint folder, GGUF file or hub id."),
-    **values: Any,
-) -> None:
+def command(context: typer.Context, model: flags.UNQUANTIZED, **values: Any) -> None:
     typed, dry_run = flags.typed(context, values), values["dry_run"]
     shared = {
         f"{section}.{name}": typed[name]

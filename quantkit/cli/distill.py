@@ -13,8 +13,6 @@ the exit code is 0 nevertheless.
 
 from typing import Any
 
-import typer
-
 from quantkit.cli import flags, running, streams
 from quantkit.distillation.options import DistillOptions
 from quantkit.options import CalibrationOptions, RunOptions
@@ -37,7 +35,6 @@ HELP = {  # help that differs from that of other jobs
     helps=HELP,
 )
 def command(
-    context: typer.Context,
     teacher: flags.argument("The original model: checkpoint folder, GGUF file or hub id."),
     student: flags.argument(
         "The model that quantkit compressed from the teacher. Its codes stay; scales and norms change."
@@ -45,7 +42,7 @@ def command(
     **values: Any,
 ) -> None:
     flags.check_text(values["eval_text"])
-    options, typed = flags.options(DistillOptions, values), flags.typed(context, values)
+    options = flags.options(DistillOptions, values)
     options.check()
     with streams.listener(values["quiet"]) as progress:
         with streams.uncollected():  # after the first line of progress: torch takes seconds
@@ -53,8 +50,8 @@ def command(
             from quantkit.distillation import job, request
 
         asked = {"teacher": teacher, "student": student, "options": options}
-        asked |= {"calibration": flags.options(CalibrationOptions, typed)}
-        asked = flags.options(request.Request, values | asked | {"run": flags.options(RunOptions, typed)})
+        asked |= {"calibration": flags.options(CalibrationOptions, values)}
+        asked = flags.options(request.Request, values | asked | {"run": flags.options(RunOptions, values)})
         if request.is_done(asked):
             progress.close()
             output = str(asked.destination)

@@ -45,6 +45,7 @@ def flag(help: str, kind: Any = str | None, *names: str, **how: Any) -> Any:
 
 
 MODEL = argument("Checkpoint folder, GGUF file or hub id.")
+UNQUANTIZED = argument("Unquantized checkpoint folder, GGUF file or hub id.")
 MODELS = argument("Checkpoints; the others are compared with the first.", list[str])
 RECIPE = argument("A shipped recipe or a YAML file.", autocompletion=completion(recipe.shipped))
 OPENING = ("revision", "offline", "trust_remote_code", "as_json", "quiet")  # to open a checkpoint

@@ -8,8 +8,6 @@ Examples:
 
 from typing import Any
 
-import typer
-
 from quantkit.cli import flags, streams
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.tables import print_written
@@ -23,21 +21,16 @@ FORWARD = ("dtype", "device", "batch_size", "max_memory", "threads")  # options 
     shared=("output", "dry_run", "overwrite", *flags.OPENING),
     helps={"output": "GGUF file to write. (default: NAME.imatrix.gguf)"},
 )
-def command(
-    context: typer.Context,
-    model: flags.argument("Unquantized checkpoint folder, GGUF file or hub id."),
-    **values: Any,
-) -> None:
+def command(model: flags.UNQUANTIZED, **values: Any) -> None:
     with streams.listener(values["quiet"]) as progress:
         with streams.uncollected():  # after the first output, because torch takes seconds
             from quantkit.cli import job_report
             from quantkit.quantize import job
             from quantkit.quantize.prepare import imatrix_job
 
-        typed = flags.typed(context, values)
-        asked = {"source": model, "method": None}
-        asked |= {"calibration": flags.options(CalibrationOptions, typed)}
-        request = flags.options(job.Request, values | asked | {"run": flags.options(RunOptions, typed)})
+        asked = {"source": model, "method": None, "run": flags.options(RunOptions, values)}
+        asked |= {"calibration": flags.options(CalibrationOptions, values)}
+        request = flags.options(job.Request, values | asked)
         prepared = imatrix_job.prepare(request, progress, values["dry_run"])
         plan = prepared.record() | {"refused": prepared.refused}
         record = plan if values["dry_run"] else imatrix_job.run(prepared, progress)
