@@ -166,16 +166,10 @@ def push(
 
 
 def verify(
-    path: Place,
-    base: Place | None = None,
-    *,
-    reproduce: int | str | None = None,
-    calibration: Place | None = None,
-    seed: int | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | bool = False,
-    **options: Any,
-) -> dict[str, Any]:
+    path: Place, base: Place | None = None, *, reproduce: int | str | None = None,
+    calibration: Place | None = None, seed: int | None = None, trust_remote_code: bool = False,
+    progress: Progress | bool = False, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Check files and values of a checkpoint; with `base`, measure the error of every linear again; with
     `engine`, `python` and `engine_option` as in `evaluate`, compare what an engine computes.
 

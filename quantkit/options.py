@@ -136,10 +136,7 @@ class RunOptions:
         "Tokens that calibrate each expert. routed: the tokens that are routed to the expert. shrink: the "
         "same, mixed with all tokens of the layer if they are few. all: all tokens of the layer.",
     )
-    allow_unread: bool = option(
-        False,
-        "Allow experts in a layout that only quantkit reads, such as int8.",
-    )
+    allow_unread: bool = option(False, "Allow experts in a layout that only quantkit reads, such as int8.")
     allow_requantize: bool = option(
         False, "Allow a checkpoint that is already quantized as the source. The errors add up."
     )

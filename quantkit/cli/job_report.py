@@ -30,11 +30,7 @@ from quantkit.tables import (
     size,
 )
 
-STATES = {
-    "device": "",
-    "host": ", hidden states in host memory",
-    "disk": ", hidden states in a file",
-}
+STATES = {"device": "", "host": ", hidden states in host memory", "disk": ", hidden states in a file"}
 
 
 def plan_record(job: Job) -> dict:

@@ -25,7 +25,6 @@ from quantkit.errors import (
     EXIT_CODES,
     INTERRUPTED,
     RESOURCES,
-    RUNTIME,
     TERMINATED,
     USAGE,
     QuantkitError,
@@ -266,8 +265,8 @@ def _unexpected(error: Exception) -> QuantkitError:
         return QuantkitError(f"the disk {full[0]}: {first_line(error)}", hint, RESOURCES)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         hint = "check the path and its permissions"
-        return QuantkitError(f"{os.fsdecode(error.filename)}: {error.strerror}", hint, RUNTIME)
-    return QuantkitError(f"{type(error).__name__}: {first_line(error)}", REPORT, RUNTIME)
+        return QuantkitError(f"{os.fsdecode(error.filename)}: {error.strerror}", hint)
+    return QuantkitError(f"{type(error).__name__}: {first_line(error)}", REPORT)
 
 
 def _is_close(name: str, typed: str) -> bool:

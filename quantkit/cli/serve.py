@@ -17,6 +17,7 @@ from rich.console import Console
 
 from quantkit.cli import flags, running, streams
 from quantkit.errors import printable
+from quantkit.evaluation.comparison.columns import check_line
 from quantkit.serving.server.settings import KEY_VARIABLE, ServeSettings
 from quantkit.tables import print_facts, print_line, size
 
@@ -107,8 +108,6 @@ def _announce(prepared: Any) -> None:
 def _show_answer(prepared: Any, proof: dict[str, Any], compared: dict | None, staying: bool) -> None:
     """Print the result of `compare`, the first answer and the address on stdout; if `staying`, also a command
     with curl."""
-    from quantkit.evaluation.comparison.columns import check_line
-
     console = Console(highlight=False, markup=False)
     text = " ".join(proof["text"].split())
     facts = {"compared": check_line(compared)} if compared else {}

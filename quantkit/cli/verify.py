@@ -12,9 +12,14 @@ import statistics
 from functools import partial
 from typing import Any
 
+from rich.console import Console
+
 from quantkit.cli import flags, streams
 from quantkit.errors import USAGE, count, name_all, require
+from quantkit.evaluation.comparison.columns import check_line
 from quantkit.evaluation.settings import EvalSettings
+from quantkit.inspection.show import provenance
+from quantkit.tables import print_facts, print_line
 
 MOST_SHOWN = 8  # problems after the first
 SOUND = "No damage found. Checksums detect corruption, not tampering."
@@ -60,12 +65,6 @@ def command(
 
 
 def _show(record: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    from quantkit.evaluation.comparison.columns import check_line
-    from quantkit.inspection.show import provenance
-    from quantkit.tables import print_facts, print_line
-
     console = Console(highlight=False, markup=False)
     facts = {"checkpoint": record["source"], "made by": provenance(record["made"])}
     same = sum(row["state"] == "same" for row in record["files"])

@@ -74,16 +74,10 @@ class Weight:
 class _Part:
     """A header with the attributes of a tensor that layouts check."""
 
+    dtype: str
+    shape: tuple[int, ...]
     info: TensorInfo
     contents: Contents
-
-    @property
-    def dtype(self) -> str:
-        return self.info.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.info.shape
 
     def tolist(self) -> list[int]:
         """Return the values of a small local tensor. Raises OutOfReach for large ones and on the hub."""
@@ -128,7 +122,7 @@ def _packed(layout: Layout, contents: Contents) -> Iterator[tuple[Weight, list[T
         linear_layout, codes, shape, parameters = layout, Codes(layout.label, 0), None, 0
         try:
             linear_layout = layout.at(linear)
-            parts = {part: _Part(info, contents) for part, info in infos.items()}
+            parts = {part: _Part(info.dtype, info.shape, info, contents) for part, info in infos.items()}
             codes, shape, parameters = _codes(linear_layout, parts)
         except KeyError as error:
             codes = replace(codes, problem=f"{error.args[0]} is absent")
