@@ -17,6 +17,7 @@ import typer
 from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.cli import flags, running, streams
 from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.quantize.prepare import recipe
 from quantkit.quantize.staging import may_replace
 from quantkit.tables import print_written
 
@@ -35,14 +36,10 @@ RUN = (
 )
 def command(context: typer.Context, model: flags.UNQUANTIZED, **values: Any) -> None:
     typed, dry_run = flags.typed(context, values), values["dry_run"]
-    shared = {
-        f"{section}.{name}": typed[name]
-        for section, kind in (("calibration", CalibrationOptions), ("run", RunOptions))
-        for name in kind.__dataclass_fields__
-        if name in typed
-    }
+    names = [name for name in (*CalibrationOptions.__dataclass_fields__, *RUN) if name in typed]
+    shared = recipe.of_options("gptq", {name: typed[name] for name in names})
     options = flags.options(AutoOptions, typed)
-    asked = {"source": model, "options": options, "typed": shared}
+    asked = {"source": model, "options": options, "typed": shared.values}
     request = flags.options(AutoRequest, values | asked)
     options.check()
     if not (request.overwrite or request.resume or dry_run):

@@ -46,7 +46,7 @@ def _command(
     @flags.command(
         argument,
         *flags.by_panel(PANELS, kind),
-        shared=("revision", "html", "plot", *flags.OPENING_SEVERAL),
+        shared=("html", "plot", *flags.OPENING),
         helps=flags.FIRST_REVISION,
     )
     def invoke(**values: Any) -> None:

@@ -26,9 +26,7 @@ FLAGS = [row for row in flags.of("options", EvalSettings) if row.name not in GAT
 FLAGS += flags.of("gates (exit code 7 when one fails)", EvalSettings, GATES)
 
 
-@flags.command(
-    *FLAGS, shared=("revision", "html", "plot", "threads", *flags.OPENING_SEVERAL), helps=flags.FIRST_REVISION
-)
+@flags.command(*FLAGS, shared=("html", "plot", "threads", *flags.OPENING), helps=flags.FIRST_REVISION)
 def command(
     models: flags.MODELS,
     summary: flags.flag(

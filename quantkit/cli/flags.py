@@ -49,7 +49,6 @@ UNQUANTIZED = argument("Unquantized checkpoint folder, GGUF file or hub id.")
 MODELS = argument("Checkpoints; the others are compared with the first.", list[str])
 RECIPE = argument("A shipped recipe or a YAML file.", autocompletion=completion(recipe.shipped))
 OPENING = ("revision", "offline", "trust_remote_code", "as_json", "quiet")  # to open a checkpoint
-OPENING_SEVERAL = OPENING[1:]  # the same for several, of which only the first has a revision
 FIRST_REVISION = {"revision": "Branch, tag or commit of the first model's hub id."}
 JOB = ("output", "recipe_name", "dry_run", "resume", "overwrite", "eval_text", "push", *OPENING, "help_all")
 

@@ -19,7 +19,7 @@ OPTIONS = ("prompt", "tokens", "chat", "temperature", "top_k", "top_p", "seed")
 
 @flags.command(
     *flags.of("options", GenerateSettings, OPTIONS),
-    shared=("dtype", "revision", "device", "threads", *flags.OPENING_SEVERAL),
+    shared=("dtype", "device", "threads", *flags.OPENING),
     helps=flags.FIRST_REVISION,
 )
 def command(models: flags.MODELS, **values: Any) -> None:

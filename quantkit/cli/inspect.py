@@ -14,10 +14,7 @@ from quantkit.cli import flags, streams
 from quantkit.errors import refuse_problems
 
 
-@flags.command(
-    shared=("revision", "threads", *flags.OPENING_SEVERAL),
-    helps={"revision": "Branch, tag or commit of the first hub id."},
-)
+@flags.command(shared=("threads", *flags.OPENING), helps=flags.FIRST_REVISION)
 def command(
     path: flags.MODEL,
     other: flags.argument(
