@@ -2,7 +2,6 @@
 
 import errno
 import re
-import unicodedata
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 RUNTIME = 1
@@ -26,7 +25,8 @@ EXIT_CODES = {  # as help, `quantkit doctor` and docs/jobs.md describe them
     INTERRUPTED: "interrupted",
     TERMINATED: "terminated",
 }
-TURNING = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # marks of text direction
+# Control characters but "\n" and "\t", halves of surrogate pairs, marks of text direction.
+UNPRINTABLE = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 FREE = "free some space"
 DAMAGED = "the checkpoint is incomplete or damaged: copy or download it again"
 DISK = {  # error number -> what is wrong with the disk, and what to do
@@ -132,14 +132,8 @@ def memory_ran_out(error: BaseException) -> bool:
 
 
 def printable(text: str) -> str:
-    """Return an untrusted text (names in files, output of models) in which control characters, direction
-    marks and invalid characters are replaced."""
-    return "".join(
-        letter
-        if letter in "\n\t" or (unicodedata.category(letter) not in ("Cc", "Cs") and letter not in TURNING)
-        else "\ufffd"
-        for letter in text
-    )
+    """Return an untrusted text (names in files, output of models) with UNPRINTABLE characters replaced."""
+    return UNPRINTABLE.sub("\ufffd", text)
 
 
 def shortened(message: str, word: int = 400, whole: int = 1600) -> str:

@@ -49,7 +49,7 @@ def print_record(record: dict) -> None:
         report(record["eval"]).show()
     else:
         names = " ".join(quote(record[key]) for key in ("teacher", "student", "output"))
-        console.print(f"\nnext: quantkit eval {names}", markup=False, soft_wrap=True)
+        console.print(f"\nnext: quantkit eval {names}", soft_wrap=True)
 
 
 def _stages(options: dict) -> str:

@@ -250,9 +250,7 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         report(evaluation).show()
     else:
         console.print(
-            f"\nnext: quantkit eval {quote(summary.source)} {quote(summary.output)}",
-            markup=False,
-            soft_wrap=True,
+            f"\nnext: quantkit eval {quote(summary.source)} {quote(summary.output)}", soft_wrap=True
         )
 
 
@@ -261,7 +259,7 @@ def print_load(console: Console, output: str) -> None:
     record, _ = look.at(output)
     for index, (_, line, packages) in enumerate(clients.load_lines(record["clients"], output)):
         after = f"  (pip install {packages})" if packages else ""
-        console.print(f"{'or' if index else 'load':12s} {line}{after}", markup=False, soft_wrap=True)
+        console.print(f"{'or' if index else 'load':12s} {line}{after}", soft_wrap=True)
 
 
 def print_imatrix(record: dict) -> None:

@@ -100,7 +100,7 @@ def _announce(prepared: Any) -> None:
     }
     print_facts(console, facts)
     line = f"{'command':12s} {prepared.command.line()}"
-    console.print(printable(line), markup=False, soft_wrap=True)  # unwrapped, so that users can copy it
+    console.print(printable(line), soft_wrap=True)  # unwrapped, so that users can copy it
     for note in prepared.command.notes:
         print_line(console, f"note: {note}")
 
@@ -123,5 +123,5 @@ def _show_answer(prepared: Any, proof: dict[str, Any], compared: dict | None, st
         key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if prepared.settings.api_key else ""
         data = json.dumps(body | {"max_tokens": 64}, ensure_ascii=False).replace("'", "'\\''")
         line = f"curl {prepared.url}{path} -H 'Content-Type: application/json'{key} -d '{data}'"
-        console.print(f"\n{line}\n\nCtrl-C stops it.", markup=False, soft_wrap=True)
+        console.print(f"\n{line}\n\nCtrl-C stops it.", soft_wrap=True)
     sys.stdout.flush()
