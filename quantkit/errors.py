@@ -75,10 +75,8 @@ class DamagedError(QuantkitError):
 
 
 def require(condition: object, message: str, hint: str = "", exit_code: int = RUNTIME) -> None:
-    """Raise `QuantkitError(message, hint, exit_code)` unless the condition holds.
-
-    The message is always formatted. If formatting can fail or is slow, write an `if` instead.
-    """
+    """Raise `QuantkitError(message, hint, exit_code)` unless the condition holds. The message is always
+    formatted. If formatting can fail or is slow, write an `if` instead."""
     if not condition:
         raise QuantkitError(message, hint, exit_code)
 
@@ -101,10 +99,8 @@ def compiled(pattern: str, complaint: str, hint: str, exit_code: int = USAGE) ->
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error, or its type if it has no text.
-
-    If the line ends in a colon, the next line is added.
-    """
+    """Return the first line of a library's error, or its type if it has no text. If the line ends in a colon,
+    the next line is added."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -138,9 +134,7 @@ def printable(text: str) -> str:
 
 def shortened(message: str, word: int = 400, whole: int = 1600) -> str:
     """Return a message on one line; cut out the middle of words longer than `word` and messages than `whole`.
-
-    Messages may quote values of untrusted files, which can have any length.
-    """
+    Messages may quote values of untrusted files, which can have any length."""
     words = " ".join(message.splitlines())
     words = re.sub(rf"\S{{{word},}}", lambda found: f"{found[0][:60]}…{found[0][-20:]}", words)
     return words if len(words) <= whole else f"{words[: whole - 201]}…{words[-200:]}"
@@ -162,10 +156,8 @@ def name_all(names, limit: int = 8) -> str:
 def one_of(
     name: str, names: Collection[str], complaint: str, aliases: Mapping[str, str] | None = None
 ) -> str:
-    """Return `name` if it is one of `names`; return the full name for one of the `aliases`.
-
-    Raises QuantkitError (exit code 2) with the complaint, the most similar name and all names.
-    """
+    """Return `name` if it is one of `names`; return the full name for one of the `aliases`. Raises
+    QuantkitError (exit code 2) with the complaint, the most similar name and all names."""
     full = (aliases or {}).get(name, name)
     if full in names:
         return full

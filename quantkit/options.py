@@ -54,10 +54,8 @@ def check_value(flag: str, value: float | None, fits: bool, hint: str) -> None:
 
 
 def check_machine(device: str | None, threads: int | None) -> None:
-    """Raise QuantkitError for an invalid --device or --threads, without importing torch.
-
-    If torch is already imported, devices of its extensions are valid too.
-    """
+    """Raise QuantkitError for an invalid --device or --threads, without importing torch. If torch is already
+    imported, devices of its extensions are valid too."""
     check_value("--threads", threads, threads is None or 1 <= threads <= 1024, "choose 1 to 1024")
     if device and "torch" not in sys.modules and not re.fullmatch(DEVICES, device):
         raise unknown_device(device)

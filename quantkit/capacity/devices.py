@@ -95,9 +95,7 @@ def this_machine(threads: int) -> Device:
 
 def find(name: str) -> Device:
     """Return the device with this name; `rtx-3090`, `RTX 3090` and `NVIDIA GeForce RTX 3090` are the same.
-
-    For an unknown name, raises QuantkitError that lists similar ones.
-    """
+    For an unknown name, raises QuantkitError that lists similar ones."""
     requested = {*_words(name)} - {"rtx"}
     words = {device: {*_words(device)} - {"rtx"} for device in DEVICES}
     near = [device for device in DEVICES if {w for w in words[device] if not MEMORY.match(w)} == requested]
@@ -119,8 +117,6 @@ def _words(name: str) -> list[str]:
 
 
 def optimal_batch(flops: float, bandwidth: float, bytes_per_weight: float) -> float:
-    """Return the batch size at which reading the weights takes as long as computing with them.
-
-    flops: operations per second. bandwidth: bytes per second.
-    """
+    """Return the batch size at which reading the weights takes as long as computing with them. flops:
+    operations per second. bandwidth: bytes per second."""
     return flops * bytes_per_weight / (2 * bandwidth)

@@ -175,10 +175,8 @@ def weights(name: str, parameters: Parameters) -> Weights:
 
 
 def by_count(name: str, count: int, active: int) -> Weights:
-    """Return the sizes of `count` parameters in the format with this name, as if all were packed.
-
-    active: number of parameters used per token. GGUF file types take the bits of a Llama's file.
-    """
+    """Return the sizes of `count` parameters in the format with this name, as if all were packed. active:
+    number of parameters used per token. GGUF file types take the bits of a Llama's file."""
     if name == "bf16":
         bits = 16.0
     elif name in _packed():
@@ -207,10 +205,8 @@ def _by_tensor(
 
 @cache
 def typical_bits(file_type: str, count: int) -> float:
-    """Return the bits per weight of a file of Llama 3 8B, or of 70B from FEWEST_OF_LARGE parameters on.
-
-    File types mix tensor types: Q4_K_M takes 4.8 to 4.9 bits, its base type 4.5.
-    """
+    """Return the bits per weight of a file of Llama 3 8B, or of 70B from FEWEST_OF_LARGE parameters on. File
+    types mix tensor types: Q4_K_M takes 4.8 to 4.9 bits, its base type 4.5."""
     table = Path(__file__).with_name("gguf_bits.json").read_text(encoding="utf-8")
     return json.loads(table)[file_type][count >= FEWEST_OF_LARGE]
 

@@ -78,9 +78,7 @@ def sequence_bytes(
 
 def attention_scores(heads: int, tokens: int, bytes_per_value: int = 2) -> int:
     """Return the bytes of `softmax(Q Kᵀ) [heads, N, N]` of one layer and sequence, N being `tokens`.
-
-    FlashAttention (Dao et al. 2022, arXiv:2205.14135) never stores this matrix.
-    """
+    FlashAttention (Dao et al. 2022, arXiv:2205.14135) never stores this matrix."""
     return heads * bytes_per_value * tokens**2
 
 

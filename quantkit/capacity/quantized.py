@@ -33,10 +33,8 @@ FACTORS = re.compile(r"rope_(freqs|factors_\w+)\.weight")  # factors of rotary f
 
 
 def entries(contents: Contents) -> list[Tensor]:
-    """Return every parameter of a quantized checkpoint, with its original shape.
-
-    Raises QuantkitError (exit code 4), with names, if tensors are stored in an unknown way.
-    """
+    """Return every parameter of a quantized checkpoint, with its original shape. Raises QuantkitError (exit
+    code 4), with names, if tensors are stored in an unknown way."""
     settings = Settings.of(contents.config)
     weights = weights_of(contents)
     odd = [weight.name for weight in weights if not _understood(weight)]
@@ -72,11 +70,8 @@ def _entry(weight: Weight, shapes: Mapping[str, tuple[int, ...]], element: int) 
 
 
 def of_gguf(contents: Contents, settings: Settings) -> list[Tensor]:
-    """Return every parameter of a GGUF file under the usual names of checkpoints.
-
-    nbytes of quantized ones is that of 16 bit. Raises QuantkitError (exit code 4) for a file without a
-    language model.
-    """
+    """Return every parameter of a GGUF file under the usual names of checkpoints. nbytes of quantized ones is
+    that of 16 bit. Raises QuantkitError (exit code 4) for a file without a language model."""
     whole = f"{contents.metadata.get('general.architecture')}.block_count" in contents.metadata
     hint = "give the GGUF file of a model, not of an importance matrix or a vocabulary"
     require(whole, f"{contents.path} holds no language model", hint, UNSUPPORTED)

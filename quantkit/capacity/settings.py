@@ -19,20 +19,16 @@ CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "se
 
 @dataclass(frozen=True)
 class Settings:
-    """The values of a config.json that describe the decoder.
-
-    config: the complete file, from which transformers derives missing values; None if there is no file.
-    """
+    """The values of a config.json that describe the decoder. config: the complete file, from which
+    transformers derives missing values; None if there is no file."""
 
     values: Mapping[str, Any]
     config: Mapping[str, Any] | None = None
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Settings:
-        """Return the settings of the language model; multimodal models have them in `text_config`.
-
-        Raises QuantkitError (exit code 4) if there is no model_type.
-        """
+        """Return the settings of the language model; multimodal models have them in `text_config`. Raises
+        QuantkitError (exit code 4) if there is no model_type."""
         text = config.get("text_config")
         values = dict(text) if isinstance(text, dict) else dict(config)
         values = {key: config[key] for key in ("model_type", "tie_word_embeddings") if key in config} | values
@@ -50,8 +46,7 @@ class Settings:
 
     def filled(self, *names: str) -> Any:
         """Return the first value, by these names, that is not null. If the file has none of the names, return
-        transformers' default, which takes seconds to import. An explicit null gives None.
-        """
+        transformers' default, which takes seconds to import. An explicit null gives None."""
         present = any(name in self.values for name in names)
         return self.get(*names) if present else next(filter(None, map(self.defaults.get, names)), None)
 

@@ -55,10 +55,8 @@ class Source:
 
 
 def read(source: str, revision: str | None = None, offline: bool = False) -> Source:
-    """Read a local folder, a GGUF file, a config.json, or a hub id (only headers are downloaded).
-
-    Raises QuantkitError for other sources, and if there are no headers and the family is unknown.
-    """
+    """Read a local folder, a GGUF file, a config.json, or a hub id (only headers are downloaded). Raises
+    QuantkitError for other sources, and if there are no headers and the family is unknown."""
     path = Path(source).expanduser()
     if path.suffix == ".json" and path.is_file():
         return _of_config(source, safetensors_folder.read_json(path))
@@ -137,9 +135,7 @@ def from_config(config: Mapping[str, Any]) -> Parameters:
 
 def parse_count(text: str) -> tuple[int, int]:
     """Parse --params into (parameters, parameters used per token): `175B`, `350M`, `1.5e9`, `671B-A37B`.
-
-    Raises QuantkitError for other texts.
-    """
+    Raises QuantkitError for other texts."""
     numbers = [re.fullmatch(NUMBER, number.strip().replace(",", "")) for number in text.upper().split("-A")]
     counts = [round(float(match[1]) * UNITS[match[2]]) for match in numbers if match]
     if not len(counts) == len(numbers) <= 2 or not 0 < counts[-1] <= counts[0] < 10**15:

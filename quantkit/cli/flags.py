@@ -93,10 +93,8 @@ class Shared:
 def of(
     section: str, options: type, only: Collection[str] | None = None, helps: Mapping[str, str] | None = None
 ) -> list[inspect.Parameter]:
-    """Return a flag for every option of a dataclass, or for those in `only`.
-
-    section: panel in the help. helps: help that differs from that of the dataclass, by name.
-    """
+    """Return a flag for every option of a dataclass, or for those in `only`. section: panel in the help.
+    helps: help that differs from that of the dataclass, by name."""
     hints, parameters = get_type_hints(options), []
     fields = {field.name: field for field in dataclasses.fields(options) if field.metadata}
     for field in fields.values() if only is None else [fields[name] for name in only]:

@@ -162,10 +162,8 @@ def handled(numbers: Iterable[int], handler: Callable[[int, Any], None]) -> Iter
 
 @contextmanager
 def stopping() -> Iterator[list[int]]:
-    """Turn SIGINT and SIGTERM into KeyboardInterrupt; yield a list that collects their exit codes.
-
-    Callers check the list, because torch turns some KeyboardInterrupts into other exceptions.
-    """
+    """Turn SIGINT and SIGTERM into KeyboardInterrupt; yield a list that collects their exit codes. Callers
+    check the list, because torch turns some KeyboardInterrupts into other exceptions."""
     codes: list[int] = []
 
     def stop(number: int, frame: Any) -> None:

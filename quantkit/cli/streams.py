@@ -33,10 +33,8 @@ def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def decoded(text: str, name: str) -> str:
-    """Decode bytes as UTF-8 that Python has escaped because the locale's encoding lacks them.
-
-    Raises QuantkitError (exit code 2) if they are not UTF-8. name: what the message calls the text.
-    """
+    """Decode bytes as UTF-8 that Python has escaped because the locale's encoding lacks them. Raises
+    QuantkitError (exit code 2) if they are not UTF-8. name: what the message calls the text."""
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeError as error:
@@ -64,10 +62,8 @@ def prepare() -> None:
 def present(
     record: Any, as_json: bool, show: Callable[[], object], refuse: Callable[[], object] = bool, **how: Any
 ) -> None:
-    """Print a result with `show`, or as JSON. how: arguments of json.dumps.
-
-    refuse: raises an error for a bad result. An error prints the record itself, if it is printed as JSON.
-    """
+    """Print a result with `show`, or as JSON. how: arguments of json.dumps. refuse: raises an error for a bad
+    result. An error prints the record itself, if it is printed as JSON."""
     if not as_json:
         show()
     refuse()

@@ -20,9 +20,8 @@ def table() -> dict[str, Any]:
 
 
 def known(facts: Mapping[str, set]) -> list[dict[str, Any]]:
-    """Return a row for each client: `client`, `loads` (None: not tried), `note`, `needs` and `option`.
-
-    facts: the properties of the checkpoint, by the keys of clients.yaml."""
+    """Return a row for each client: `client`, `loads` (None: not tried), `note`, `needs` and `option`. facts:
+    the properties of the checkpoint, by the keys of clients.yaml."""
     rows = []
     for client, about in table()["clients"].items():
         rule = rule_of(client, facts)

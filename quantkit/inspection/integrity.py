@@ -79,9 +79,7 @@ def model_problems(
     contents: Contents, weights: Sequence[Weight], tokenizer: dict[str, Any] | None
 ) -> Iterator[str]:
     """Yield problems: missing or extra blocks, and embeddings that contradict configuration or tokenizer.
-
-    Yields nothing if it is unclear which stack of blocks is the language model.
-    """
+    Yields nothing if it is unclear which stack of blocks is the language model."""
     config = contents.text_config
     stack = language_stack([weight.name for weight in weights])
     if stack is None:

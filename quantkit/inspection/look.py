@@ -11,10 +11,8 @@ def at(
     path: str, other: str | None = None, deep: bool = False, revision: str | None = None,
     offline: bool = True, trust_remote_code: bool = False, listen: Any = lambda what, done, total: None,
 ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
-    """Return the JSON of `quantkit inspect`, and the problems of damaged checkpoints.
-
-    other: a second checkpoint to compare with. deep: read and check all values. revision: of `path`.
-    """
+    """Return the JSON of `quantkit inspect`, and the problems of damaged checkpoints. other: a second
+    checkpoint to compare with. deep: read and check all values. revision: of `path`."""
     sources = [(path, revision)] + ([] if other is None else [(other, None)])
     contents = [open_contents(*source, offline) for source in sources]
     records = [record.describe(headers) for headers in contents]
