@@ -73,8 +73,6 @@ class Settings:
             raise QuantkitError(what, "download it again")
         return value
 
-    # ---- common to all families
-
     @property
     def hidden(self) -> int:
         return self.size("hidden_size", "n_embd", "d_model", "n_embed", "dim")

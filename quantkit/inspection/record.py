@@ -17,6 +17,9 @@ from quantkit.models.files.safetensors_folder import natural
 
 SCHEMA = "quantkit.inspect/2"
 CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+STATE = re.compile(r"\.(conv1d|conv|short_conv|A_log|dt_bias|time_decay)\b")  # convolutions, state spaces
+TOWERS = ("vision_config", "audio_config")
+EXPERT = re.compile(r"\.experts\.\d+\.|_exps\.")  # the latter: in GGUF files
 
 
 def describe(contents: Contents) -> dict[str, Any]:
@@ -88,9 +91,6 @@ def _positive(value: Any) -> int | float | None:
     """Return the value if it is a positive number, else None."""
     numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if numeric and 0 < value < 1e18 else None
-
-
-# ---- quantization
 
 
 def _layout(contents: Contents) -> str | None:
@@ -186,11 +186,6 @@ def _scaled(entry: Mapping[str, Any]) -> str:
     return f"{kind}, groups of {size}" if isinstance(size, int) and size > 0 else kind
 
 
-STATE = re.compile(r"\.(conv1d|conv|short_conv|A_log|dt_bias|time_decay)\b")  # convolutions, state spaces
-TOWERS = ("vision_config", "audio_config")
-EXPERT = re.compile(r"\.experts\.\d+\.|_exps\.")  # the latter: in GGUF files
-
-
 def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
     """Return the checkpoint's properties that the rules of clients.yaml test: {key: values}."""
     coded = [weight.codes for weight in weights if weight.codes]
@@ -223,9 +218,6 @@ def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
             and bool(coded)
         },
     }
-
-
-# ---- tables
 
 
 def _parts(weights: Sequence[Weight]) -> list[dict[str, Any]]:
@@ -277,9 +269,6 @@ def written(contents: Contents) -> list[dict[str, Any]]:
     """Return the rows of quantkit's manifest, one for each linear; [] without a manifest."""
     rows = (contents.manifest or {}).get("linears")
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-
-
-# ---- provenance
 
 
 def _provenance(contents: Contents) -> dict[str, Any] | None:
