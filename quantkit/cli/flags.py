@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,14 @@ def _help_all(context: typer.Context, requested: bool) -> None:
         raise typer.Exit
 
 
+def _verbose(context: typer.Context, asked: bool) -> bool:
+    if asked:
+        context.obj.verbose = True
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info")  # both are read at import
+        os.environ["HF_HUB_VERBOSITY"] = "info"
+    return asked
+
+
 def argument(help: str, kind: Any = str, **how: Any) -> Any:
     """Return the annotation of a command's argument of type `kind`. how: see typer.Argument."""
     return Annotated[kind, typer.Argument(help=help, **how)]
@@ -44,6 +53,9 @@ def flag(help: str, kind: Any = str | None, *names: str, **how: Any) -> Any:
     return Annotated[kind, typer.Option(*names, help=help, **how)]
 
 
+VERBOSE = flag(
+    "Show what the libraries log, and the traceback of an error.", bool, "--verbose", "-v", callback=_verbose
+)
 MODEL = argument("Checkpoint folder, GGUF file or hub id.")
 UNQUANTIZED = argument("Unquantized checkpoint folder, GGUF file or hub id.")
 MODELS = argument("Checkpoints; the others are compared with the first.", list[str])
@@ -147,16 +159,13 @@ def command(
     *generated: inspect.Parameter, shared: Collection[str] = OPENING, helps: Mapping[str, str] | None = None
 ) -> Callable[[Command], Command]:
     """Decorate the function of a command with `--verbose` and flags that its signature lacks; `**values` gets
-    their values.
-
-    `generated` come before the flags in the signature, those of Shared with the names in `shared` after them.
-    helps: help that differs from that of Shared, by name.
-    """
+    their values. `generated` come before the flags in the signature, those of Shared named in `shared` after
+    them. helps: help that differs from that of Shared, by name."""
 
     def decorate(function: Command) -> Command:
         signature = inspect.signature(function, eval_str=True).parameters.values()
         own = [row.replace(kind=row.KEYWORD_ONLY) for row in signature if row.kind is not row.VAR_KEYWORD]
-        verbose = parameter("verbose", running.VERBOSE, False)
+        verbose = parameter("verbose", VERBOSE, False)
         parameters = [*generated, *own, *of("options", Shared, shared, helps), verbose]
 
         @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Errors, exit codes, interrupts and `--verbose` of all commands."""
+"""Errors, exit codes and interrupts of all commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -48,25 +48,6 @@ STOPS = {
 }  # signals that stop a job, and their exit codes
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}  # by pydantic's error
 SIMILAR = 0.75  # least similarity of a name and its misspelling
-
-
-def _verbose(context: typer.Context, asked: bool) -> bool:
-    if asked:
-        context.obj.verbose = True
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info")  # both are read at import
-        os.environ["HF_HUB_VERBOSITY"] = "info"
-    return asked
-
-
-VERBOSE = Annotated[
-    bool,
-    typer.Option(
-        "--verbose",
-        "-v",
-        callback=_verbose,
-        help="Show what the libraries log, and the traceback of an error.",
-    ),
-]
 
 
 def decoded(value: Any) -> Any:
