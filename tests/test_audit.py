@@ -93,7 +93,7 @@ def elsewhere(monkeypatch):
 
     def rounded(self, tokens):
         hessian, generator = mean(self, tokens), torch.Generator().manual_seed(0)
-        noise = 1e-5 * torch.randn(hessian.shape, generator=generator)
+        noise = 1e-4 * torch.randn(hessian.shape, generator=generator)
         return hessian.mul_(1 + noise + noise.t())
 
     def start():
