@@ -10,24 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all, require
 from quantkit.layouts.ggml import GgmlLayout
-from quantkit.models.gguf.file_types import (
-    BLOCKS,
-    FILE_TYPES,
-    NEED_IMPORTANCE,
-    NO_FEEDBACK,
-    SCALED,
-    Model,
-    parse_file_type,
-)
-from quantkit.models.gguf.mixtures import (
-    EMBEDDING,
-    Choice,
-    Wishes,
-    choose,
-    nbytes,
-    of_file,
-    without_importance,
-)
+from quantkit.models.gguf import file_types, mixtures
+from quantkit.models.gguf.mixtures import EMBEDDING, Choice
 from quantkit.options import flag_of, option
 from quantkit.quantize.methods import BuiltMethod, Method, MethodOptions, Work, _options
 
@@ -50,9 +34,10 @@ class Options(MethodOptions):
 
     type: tuple[str, ...] = option(
         ("Q4_K_M",),
-        f"File type: {', '.join(FILE_TYPES)}. Repeatable: --solver rtn makes all of them in one pass.",
+        f"File type: {', '.join(file_types.FILE_TYPES)}. "
+        "Repeatable: --solver rtn makes all of them in one pass.",
         short="-t",
-        names=FILE_TYPES,
+        names=file_types.FILE_TYPES,
     )
     like: str | None = option(
         None,
@@ -79,10 +64,10 @@ class Options(MethodOptions):
     output_tensor_type: str | None = option(
         None,
         "Type of the output matrix, tied embeddings included. (default: as the file type says)",
-        names=BLOCKS,
+        names=file_types.BLOCKS,
     )
     token_embedding_type: str | None = option(
-        None, "Type of the token embedding. (default: as the file type says)", names=BLOCKS
+        None, "Type of the token embedding. (default: as the file type says)", names=file_types.BLOCKS
     )
     pure: bool = option(False, "Use one type for all matrices. Most file types mix several types.")
     strict: bool = option(
@@ -116,13 +101,13 @@ class Gguf(Method):
     @property
     def stored_as(self) -> str:
         """The file type, which decides every tensor's type."""
-        return parse_file_type(self.options.type[0])
+        return file_types.parse_file_type(self.options.type[0])
 
     def check(self) -> None:
         options = self.options
         require(options.type, "no file type is given", "for example --type Q4_K_M", USAGE)
         for name in options.type:
-            parse_file_type(name)
+            file_types.parse_file_type(name)
         super().check()
         typed = [name for name in TYPED if getattr(options, name) != getattr(Options(), name)]
         if options.like and typed:
@@ -137,13 +122,13 @@ class Gguf(Method):
     def record(self) -> dict[str, Any]:
         """Return the options. `--like` is the sha256 of its types: the path of the file decides nothing."""
         like = self.options.like
-        types = repr(of_file(Path(like))) if like else None
+        types = repr(mixtures.of_file(Path(like))) if like else None
         return super().record() | {"like": types and hashlib.sha256(types.encode()).hexdigest()}
 
     def each(self, output: Path | None, model: str) -> list[tuple[Gguf, Path | None]]:
         """Return method and output path of every requested file. `output` is a folder if it exists as one or
         if several files are requested; names inside are derived as without `output`."""
-        types = list(dict.fromkeys(parse_file_type(name) for name in self.options.type))
+        types = list(dict.fromkeys(file_types.parse_file_type(name) for name in self.options.type))
         what = f"--output {output} is one file, {len(types)} are requested"
         require(len(types) < 2 or not output or output.suffix != ".gguf", what, "give a folder", USAGE)
         inside = output and (len(types) > 1 or output.is_dir())
@@ -182,7 +167,7 @@ class Gguf(Method):
         importance = None if origin in ("auto", "none") else _importance(origin, shapes, weighted, notes)
         if not feedback and origin != "auto":
             _check_importance(choices, importance, origin)
-        label = of_file(Path(options.like))[0] if options.like else self.stored_as
+        label = mixtures.of_file(Path(options.like))[0] if options.like else self.stored_as
         left_out = copied_modules(skeleton.model, skeleton.names, checkpoint)
         output = GgufOutput(
             targets=tuple(targets),
@@ -217,20 +202,20 @@ class Gguf(Method):
 
         options, config = self.options, skeleton.checkpoint.text_config
         architecture = architectures.of_config(config)
-        model = Model(
+        model = file_types.Model(
             architecture.name,
             config.num_hidden_layers,
             config.num_attention_heads,
             kv_heads(config),
             architecture.experts(config),
         )
-        like = of_file(Path(options.like))[1] if options.like else {}
-        wishes = Wishes(
+        like = mixtures.of_file(Path(options.like))[1] if options.like else {}
+        wishes = mixtures.Wishes(
             options.tensor_type, options.output_tensor_type, options.token_embedding_type, options.pure, like
         )
         tensors = [(target.name, target.shape) for target in targets]
-        choices = choose(file_type, model, tensors, options.imatrix != "none", wishes)
-        if file_type in SCALED and not any(choice.type == file_type for choice in choices):
+        choices = mixtures.choose(file_type, model, tensors, options.imatrix != "none", wishes)
+        if file_type in file_types.SCALED and not any(choice.type == file_type for choice in choices):
             why = next(choice.reason for choice in choices if choice.first_choice == file_type)
             what = f"no matrix can have the type {file_type}: {why}"
             raise QuantkitError(what, "choose MXFP4", UNSUPPORTED)
@@ -247,7 +232,7 @@ class Gguf(Method):
 
 def _refuse_without_feedback(choices: Sequence[Choice]) -> None:
     """Raise QuantkitError for types that error feedback does not support."""
-    refused = [choice for choice in choices if choice.type in NO_FEEDBACK]
+    refused = [choice for choice in choices if choice.type in file_types.NO_FEEDBACK]
     types, names = ({getattr(choice, field) for choice in refused} for field in ("type", "name"))
     what = f"error feedback does not support {name_all(sorted(types))}: {name_all(sorted(names))}"
     hint = "add --solver rtn, or choose IQ2_XXS, the smallest type with error feedback"
@@ -262,7 +247,7 @@ def _whole(choice: Choice, target: Target, checkpoint: Checkpoint) -> Choice:
     type = info.dtype if info and info.dtype in FLOATS else "F32"
     if choice.type == type:
         return choice
-    cost = nbytes(type, target.shape) - nbytes(choice.type, target.shape)
+    cost = mixtures.nbytes(type, target.shape) - mixtures.nbytes(choice.type, target.shape)
     return Choice(choice.name, type, choice.type, "error feedback needs a matrix that lies there whole", cost)
 
 
@@ -283,11 +268,11 @@ def _importance(
 def _check_importance(choices: Sequence[Choice], imatrix: Imatrix | None, given: str) -> None:
     """Raise QuantkitError for tensors whose types are useless without importance, as llama-quantize does."""
     sums = imatrix.sums if imatrix else {}
-    lacking = [choice.name for choice in without_importance(choices) if choice.name not in sums]
+    lacking = [choice.name for choice in mixtures.without_importance(choices) if choice.name not in sums]
     if lacking:
         raise QuantkitError(
             f"--imatrix {given} leaves {count(len(lacking), 'tensor')} without importance, which types like "
-            f"{sorted(NEED_IMPORTANCE)[-1]} need: {name_all(lacking, 3)}",
+            f"{sorted(file_types.NEED_IMPORTANCE)[-1]} need: {name_all(lacking, 3)}",
             "leave out --imatrix: it is gathered from the calibration text",
             USAGE,
         )
