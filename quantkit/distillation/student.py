@@ -209,6 +209,5 @@ def _rounded_inputs(module: nn.Module, block: TracedBlock, floats: Mapping[str, 
 
     with ExitStack() as hooks:
         for local in sorted(block.rounding):
-            handle = module.get_submodule(local).register_forward_hook(partial(rounded, local))
-            hooks.callback(handle.remove)
+            hooks.enter_context(module.get_submodule(local).register_forward_hook(partial(rounded, local)))
         yield

@@ -67,5 +67,5 @@ def watched(block: nn.Module) -> Iterator[dict[str, Peaks]]:
             if takes_cache and any(hasattr(module, projection) for projection in PROJECTIONS):
                 peaks = attentions[name] = Peaks()
                 hook = lambda module, args, kwargs, peaks=peaks: (args, kwargs | {CACHE: peaks})  # noqa: E731
-                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield attentions

@@ -283,10 +283,8 @@ def gather(
     gathered = {}
     with ExitStack() as stack:
         for site in sites:
-            gathered[site] = sums = SiteSums(site.in_features, device, needs)
-            hook = block.get_submodule(site.module).register_forward_pre_hook(
-                lambda module, args, sums=sums, site=site: sums.add(args[0], counterpart(site))
-            )
-            stack.callback(hook.remove)
+            gathered[site] = SiteSums(site.in_features, device, needs)
+            hook = lambda module, args, site=site: gathered[site].add(args[0], counterpart(site))  # noqa: E731
+            stack.enter_context(block.get_submodule(site.module).register_forward_pre_hook(hook))
         forward()
     return gathered

@@ -152,7 +152,7 @@ def _back(
     sums = {name: SiteSums(linear.out_features, device) for name, linear in linears.items()}
     with ExitStack() as stack:
         for name, linear in linears.items():
-            stack.callback(linear.register_forward_hook(_listen(sums[name])).remove)
+            stack.enter_context(linear.register_forward_hook(partial(_listen, sums[name])))
         for k, gradient in enumerate(gradients):
             try:
                 entering = through_block(run, entered[k], gradient)
@@ -166,14 +166,10 @@ def _back(
     return sums
 
 
-def _listen(sums: SiteSums) -> Callable[[nn.Module, tuple, Tensor], None]:
-    """Return a hook that adds the gradients of a linear's outputs to `sums`."""
-
-    def hook(module: nn.Module, args: tuple, out: Tensor) -> None:
-        if out.requires_grad and out.numel():
-            out.register_hook(lambda gradient: sums.add(gradient.detach()))
-
-    return hook
+def _listen(sums: SiteSums, linear: nn.Module, args: tuple, out: Tensor) -> None:
+    """Add the gradients of a linear's outputs to `sums`; a forward hook."""
+    if out.requires_grad and out.numel():
+        out.register_hook(lambda gradient: sums.add(gradient.detach()))
 
 
 def draw(logits: Tensor, generator: torch.Generator) -> Tensor:

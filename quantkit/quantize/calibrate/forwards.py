@@ -9,6 +9,7 @@ one batch. Experts of a layer are independent, so `gather_together` measures man
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import greenlet
@@ -37,15 +38,12 @@ def gather_together(
     """
     gathered = {site: SiteSums(site.in_features, device, needs) for site in sites}
 
-    def listen(linear: nn.Module, site: Site) -> Callable[[Tensor], Tensor]:
-        def forward(hidden: Tensor) -> Tensor:
-            if linear is block.get_submodule(site.module):
-                gathered[site].add(hidden)
-                if site is sites[-1]:
-                    raise _Reached(hidden)
-            return hidden if not site.linears else hidden.new_zeros(*hidden.shape[:-1], linear.out_features)
-
-        return forward
+    def forward(linear: nn.Module, site: Site, hidden: Tensor) -> Tensor:
+        if linear is block.get_submodule(site.module):
+            gathered[site].add(hidden)
+            if site is sites[-1]:
+                raise _Reached(hidden)
+        return hidden if not site.linears else hidden.new_zeros(*hidden.shape[:-1], linear.out_features)
 
     def until(index: int) -> None:
         with suppress(_Reached):
@@ -55,7 +53,7 @@ def gather_together(
         for site in sites:
             for name in site.linears or (site.pool,):
                 module = block.get_submodule(name)
-                module.forward = listen(module, site)
+                module.forward = partial(forward, module, site)
                 stack.callback(delattr, module, "forward")
         for _ in each(until, batches):
             pass
@@ -152,15 +150,12 @@ def repeated(
             return reached.inputs
         return None
 
-    handle = linear.register_forward_pre_hook(stop)
-    try:
+    with linear.register_forward_pre_hook(stop):
         for inputs in each(reached, batches):
             if inputs is not None:
                 yield inputs
             yield from seen
             seen.clear()
-    finally:
-        handle.remove()
 
 
 class _Reached(Exception):

@@ -113,10 +113,8 @@ class Original:
         """Run the original states through the block and return its outputs."""
         with self._listen(self._original_outputs, self._home) as stack:
             for site, kept in self._inputs.items():
-                hook = self._block.get_submodule(site.module).register_forward_pre_hook(
-                    lambda module, args, kept=kept: self._keep(kept, args[0], self._home)
-                )
-                stack.callback(hook.remove)
+                hook = lambda module, args, kept=kept: self._keep(kept, args[0], self._home)  # noqa: E731
+                stack.enter_context(self._block.get_submodule(site.module).register_forward_pre_hook(hook))
             batches = list(self._at)
             run = lambda at: self._run(batches[at], self._original[at])  # noqa: E731
             outputs = self._skeleton.in_step(self._index, run, len(batches))
@@ -130,7 +128,7 @@ class Original:
             def keep(module: nn.Module, args: tuple, output: Tensor, batches: Batches = batches) -> None:
                 self._keep(batches, output, where)
 
-            stack.callback(self._block.get_submodule(name).register_forward_hook(keep).remove)
+            stack.enter_context(self._block.get_submodule(name).register_forward_hook(keep))
         return stack
 
     def _keep(self, kept: Batches, tensor: Tensor, where: torch.device) -> None:

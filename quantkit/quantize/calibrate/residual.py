@@ -1,12 +1,12 @@
 """Writers: linears whose output is added to the hidden states of a block and used nowhere else.
 
-Writers are found by experiments on a few tokens (`Replay`), not from a list of architectures: if all later
+Writers are found by experiments on a few tokens (`_nudged`), not from a list of architectures: if all later
 modules return zeros, a block returns its inputs plus the outputs of the earlier writers plus the linear's
 output, and adds a small change (nudge) of this output. The last projections of attention and MLP are found.
 Linears before a norm (OLMo 2, Gemma) or a multiplier (Granite) and those of experts are not.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -20,45 +20,6 @@ from quantkit.quantize.calibrate.sites import Site
 
 TOLERANCE = 1e-5  # relative error of a sum of a few terms in float32, per token
 Run = Callable[[Tensor], Tensor]  # a block on hidden states `[batch, tokens, hidden]`
-
-
-class Replay:
-    """A block whose modules can be silent or nudged. returned: outputs of modules in a run as they are."""
-
-    def __init__(self, block: nn.Module, run: Run, hidden: Tensor, names: Sequence[str]):
-        self._block, self._run, self._hidden = block, run, hidden
-        self.returned: dict[str, object] = {}
-        with ExitStack() as stack:
-            for name in names:
-                stack.callback(block.get_submodule(name).register_forward_hook(self._keeping(name)).remove)
-            run(hidden)
-
-    def nudged(self, nudge: Tensor, silent: Sequence[str], writer: str) -> Tensor:
-        """Return the block's output if `writer` returns `nudge` more, and modules `silent` return zeros."""
-
-        def add(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-            return output + nudge.reshape(output.shape) if output.numel() == nudge.numel() else output
-
-        with ExitStack() as stack:
-            for name in silent:
-                module = self._block.get_submodule(name)
-                module.forward = partial(self._zeros, name)
-                stack.callback(delattr, module, "forward")
-            stack.callback(self._block.get_submodule(writer).register_forward_hook(add).remove)
-            return self._run(self._hidden)
-
-    def _keeping(self, name: str) -> Callable:
-        def hook(module: nn.Module, args: tuple, output: object) -> None:
-            self.returned[name] = _copied(output)
-
-        return hook
-
-    def _zeros(self, name: str, *args: object, **kwargs: object) -> object:
-        output = _copied(self.returned[name])
-        states = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(states, Tensor):
-            states.zero_()
-        return output
 
 
 def find_writers(block: nn.Module, sites: Sequence[Site], run: Run, hidden: Tensor) -> list[str]:
@@ -83,21 +44,54 @@ def find_writers(block: nn.Module, sites: Sequence[Site], run: Run, hidden: Tens
 def _proven(block: nn.Module, candidates: Sequence[str], run: Run, hidden: Tensor) -> list[str]:
     """Return the candidates that add to the hidden states."""
     children = [name for name, child in block.named_children() if not isinstance(child, nn.Dropout)]
-    replay = Replay(block, run, hidden, [*children, *candidates])
-    order = [name for name in replay.returned if name in children]
+    returned: dict[str, object] = {}  # outputs of modules in a run as they are
+
+    def keep(name: str, module: nn.Module, args: tuple, output: object) -> None:
+        returned[name] = _copied(output)
+
+    with ExitStack() as hooks:
+        for name in (*children, *candidates):
+            hooks.enter_context(block.get_submodule(name).register_forward_hook(partial(keep, name)))
+        run(hidden)
+    order = [name for name in returned if name in children]
     nudge = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
     nudge *= hidden.square().mean(-1, keepdim=True).sqrt()
     writers: list[str] = []
     for name in candidates:
-        if replay.returned[name].numel() != hidden.numel():
+        if returned[name].numel() != hidden.numel():
             continue
         child = name.partition(".")[0]
         after = order[order.index(child) + 1 :] if child in order else []
-        outcome = replay.nudged(nudge, after, name)
-        written = [replay.returned[writer].reshape(hidden.shape) for writer in (*writers, name)]
+        outcome = _nudged(block, partial(run, hidden), name, nudge, {each: returned[each] for each in after})
+        written = [returned[writer].reshape(hidden.shape) for writer in (*writers, name)]
         if outcome.shape == hidden.shape and _equal(outcome, sum(written, hidden) + nudge):
             writers.append(name)
     return writers
+
+
+def _nudged(
+    block: nn.Module, run: Callable[[], Tensor], writer: str, nudge: Tensor, silent: Mapping[str, object]
+) -> Tensor:
+    """Return the block's output if `writer` returns `nudge` more, and modules `silent` zeros, not outputs."""
+
+    def add(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        return output + nudge.reshape(output.shape) if output.numel() == nudge.numel() else output
+
+    with ExitStack() as stack:
+        for name, output in silent.items():
+            module = block.get_submodule(name)
+            module.forward = partial(_zeros, output)
+            stack.callback(delattr, module, "forward")
+        stack.enter_context(block.get_submodule(writer).register_forward_hook(add))
+        return run()
+
+
+def _zeros(returned: object, *args: object, **kwargs: object) -> object:
+    output = _copied(returned)
+    states = output[0] if isinstance(output, tuple) and output else output
+    if isinstance(states, Tensor):
+        states.zero_()
+    return output
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """A loaded block and its sites: linears that share an input."""
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import Tensor, nn
 
@@ -97,27 +98,22 @@ def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
     whole = set()  # Jamba takes the bias of a linear away while it calls it
     alive = []  # freed inputs could hand their address to another site's
 
-    def hook(name: str):
-        def record(module: nn.Module, args: tuple) -> None:
-            (hidden,) = args
-            alive.append(hidden)
-            widths[name] = hidden.shape[-1]
-            memory = hidden.data_ptr() if hidden.numel() else id(hidden)  # no tokens reached this expert
-            key = (memory, hidden._version, hidden.shape, hidden.stride())
-            calls.setdefault(name, []).append((name,) if name in pooling else key)
-            if name in linears and (len(calls[name]) > 1 or _memory(module) != at_rest[name]):
-                whole.add(name)
-
-        return record
+    def record(name: str, module: nn.Module, args: tuple) -> None:
+        (hidden,) = args
+        alive.append(hidden)
+        widths[name] = hidden.shape[-1]
+        memory = hidden.data_ptr() if hidden.numel() else id(hidden)  # no tokens reached this expert
+        key = (memory, hidden._version, hidden.shape, hidden.stride())
+        calls.setdefault(name, []).append((name,) if name in pooling else key)
+        if name in linears and (len(calls[name]) > 1 or _memory(module) != at_rest[name]):
+            whole.add(name)
 
     pooling = set(pools.values())
     watched = linears | {name: block.get_submodule(name) for name in pooling}
-    handles = [module.register_forward_pre_hook(hook(name)) for name, module in watched.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, module in watched.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(record, name)))
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     groups: dict[tuple, list[str]] = {}
     for name, keys in calls.items():
         groups.setdefault(tuple(keys), []).append(name)

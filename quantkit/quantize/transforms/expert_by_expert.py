@@ -77,7 +77,7 @@ class ExpertByExpert:
                     routed = module.routed(*args, **kwargs)
                     batches.append(routed._replace(hidden=routed.hidden.to(home, copy=True)))
 
-                stack.callback(layer.register_forward_pre_hook(keep, with_kwargs=True).remove)
+                stack.enter_context(layer.register_forward_pre_hook(keep, with_kwargs=True))
         return stack
 
     def _layer(self, site: Site) -> tuple[str, int]:

@@ -7,6 +7,7 @@ that changes of routing are visible. The experts' own weights are not needed.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -81,22 +82,20 @@ class Probe:
         """Run one forward pass and return its tensors."""
         inputs, entered, left = {}, {}, {}
 
-        def keep(name: str) -> Callable:
-            def hook(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
-                entered[name] = next(iter(_tensors((args, kwargs))), None)
-                left[name] = _tensors(output)
+        def enter(place: str, module: nn.Module, args: tuple) -> None:
+            inputs[place] = args[0].float()
 
-            return hook
+        def leave(name: str, module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+            entered[name] = next(iter(_tensors((args, kwargs))), None)
+            left[name] = _tensors(output)
 
-        with ExitStack() as stack:
+        with ExitStack() as hooks:
             for place in self.readers:
-                handle = self.block.get_submodule(place).register_forward_pre_hook(
-                    lambda module, args, place=place: inputs.update({place: args[0].float()})
-                )
-                stack.callback(handle.remove)
+                module = self.block.get_submodule(place)
+                hooks.enter_context(module.register_forward_pre_hook(partial(enter, place)))
             for name in self.matrices:
-                hook = self.block.get_submodule(name).register_forward_hook(keep(name), with_kwargs=True)
-                stack.callback(hook.remove)
+                module = self.block.get_submodule(name)
+                hooks.enter_context(module.register_forward_hook(partial(leave, name), with_kwargs=True))
             output = self._run().float()
         return Observation(inputs, entered, left, output)
 
