@@ -107,7 +107,12 @@ class FedReader(Reader):
     pivots: Tensor = field(kw_only=True)
 
     def loss(self, scale: Tensor) -> Tensor:
-        """Return `Σ_j D_j / s_j² |Q(W s)_j - (W s)_j|²`, with ranges fitted as the solver does."""
+        """Return the weighted sum of `rounding` over all rows."""
+        return self.counted(self.rounding(scale))
+
+    def rounding(self, scale: Tensor) -> Tensor:
+        """Return `Σ_j D_j / s_j² |Q(W s)_j - (W s)_j|²` of every row, `[out]`, with ranges fitted as the
+        solver does."""
         scaled, pivots = self.weight * scale, self.pivots / scale.square()
         rows, size = len(scaled), self.grid.group_size
         groups, costs = scaled.unflatten(1, (-1, size)).transpose(0, 1), pivots.view(-1, size)
@@ -118,4 +123,4 @@ class FedReader(Reader):
             missed = self.grid.nearest(chunk.clone(), self.grid.fit(chunk, cost.squeeze(0))).sub_(chunk)
             for squares, weights in zip(missed.square_().split(rows), cost, strict=True):
                 total.addmv_(squares, weights)
-        return self.counted(total)
+        return total

@@ -33,7 +33,7 @@ from quantkit.layouts import Statistic
 from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.solvers import Solver
 from quantkit.quantize.solvers.gptq import GptqSolver
-from quantkit.quantize.transforms.auto import FLOOR, SAMPLED_ROWS, in_few_digits
+from quantkit.quantize.transforms.auto import FLOOR, SAMPLED_ROWS, FedReader, in_few_digits
 from quantkit.quantize.transforms.fold import Producer
 from quantkit.quantize.transforms.scaling import ColumnScaling, Losses, Reader
 
@@ -106,17 +106,15 @@ def candidates(fourth: Tensor, column: Tensor) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class SmoothReader(Reader):
-    """A reader with the loss of both roundings. pivots: cost of an error in each column, `[in]`. count:
-    weight of each row of `inputs`, `[few]`."""
+class SmoothReader(FedReader):
+    """A reader with the loss of both roundings. count: weight of each row of `inputs`, `[few]`."""
 
-    pivots: Tensor = field(kw_only=True)
     count: Tensor = field(kw_only=True)
     rounded: Callable[[Tensor], Tensor] = field(kw_only=True)
 
     def loss(self, scale: Tensor) -> Tensor:
         """Return the loss of both roundings under a scale `[in]`."""
-        return self.counted(self._by_weights(scale) + self._by_inputs(scale))
+        return self.counted(self.rounding(scale) + self._by_inputs(scale))
 
     def crossed(self, first: Tensor, second: Tensor) -> Tensor:
         """Return the mean `loss` on both halves of the inputs, each with the other half's scale."""
@@ -127,13 +125,6 @@ class SmoothReader(Reader):
             * replace(self, inputs=self.inputs[tokens], count=self.count[tokens]).loss(scale)
             for scale, tokens in halves
         )
-
-    def _by_weights(self, scale: Tensor) -> Tensor:
-        """Return `Σ_j D_j / s_j² |Q(W s)_j - (W s)_j|²` of every row, `[out]`. A row has one range, fitted as
-        error feedback does."""
-        scaled, cost = self.weight * scale, self.pivots / scale.square()
-        values = self.grid.nearest(scaled.clone(), self.grid.fit(scaled, cost))
-        return values.sub_(scaled).square_() @ cost
 
     def _by_inputs(self, scale: Tensor) -> Tensor:
         """Return `2 / T Σ_t c_t |(Q(x_t / s) s - x_t) Wᵀ|²` of every row, `[out]`."""
