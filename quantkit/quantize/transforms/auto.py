@@ -25,10 +25,9 @@ from torch import Tensor
 from quantkit.grids.parallel import rows_at_once
 from quantkit.layouts import Statistic
 from quantkit.quantize.calibrate.sites import Block
-from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.transforms.fold import Producer
-from quantkit.quantize.transforms.scaling import ColumnScaling, Losses, Reader
+from quantkit.quantize.transforms.scaling import ColumnScaling, Entering, Losses, Reader
 
 EXPONENTS = (1.0, 0.0), (0.5, 0.0), (0.75, 0.25)  # (b, a)
 # A scale is used if its loss is below this share of the unscaled loss: by number of dimensions of the divided
@@ -64,9 +63,7 @@ class FeedbackScaling(ColumnScaling):
         """See `ColumnScaling`: returns a reader whose loss uses pivots."""
         return FedReader(**vars(reader), pivots=self.solver.pivots(reader.hessian, reader.grid))
 
-    def search(
-        self, losses: Losses, producer: Producer, entering: Sequence[tuple[SiteStatistics, float]]
-    ) -> Tensor | None:
+    def search(self, losses: Losses, producer: Producer, entering: Entering) -> Tensor | None:
         """See `ColumnScaling`. Linears are weighted by their numbers of rows and tokens."""
         best, least = None, float(sum(losses.plain))
         for b, a in EXPONENTS:

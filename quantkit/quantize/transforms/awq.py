@@ -9,16 +9,14 @@ The loss of a candidate is the squared error of the linears' outputs, `tr(dW H d
 their number.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from quantkit.grids.ggml.search import square_root
 from quantkit.layouts import Statistic
-from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.transforms.fold import Producer
-from quantkit.quantize.transforms.scaling import ColumnScaling, Losses
+from quantkit.quantize.transforms.scaling import ColumnScaling, Entering, Losses
 
 LEAST_SCALE = 1e-4  # least s before normalisation
 
@@ -31,9 +29,7 @@ class AwqScaling(ColumnScaling):
     needs = frozenset({Statistic.HESSIAN, Statistic.MAGNITUDE})
     rounds = True
 
-    def search(
-        self, losses: Losses, producer: Producer, entering: Sequence[tuple[SiteStatistics, float]]
-    ) -> Tensor | None:
+    def search(self, losses: Losses, producer: Producer, entering: Entering) -> Tensor | None:
         """See `ColumnScaling`."""
         magnitudes = [(statistics[Statistic.MAGNITUDE], share) for statistics, share in entering]
         shares = [magnitude * share for magnitude, share in magnitudes]

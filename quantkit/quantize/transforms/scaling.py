@@ -37,6 +37,7 @@ from quantkit.quantize.transforms.probe import assign, in_float32, probing
 SCALED_ROWS = 512  # rows looked at together, at least
 SEARCHED = 4096  # rows that a transform looks at where several sites share a scale
 UNFOLDED = "nothing to fold scales into: kept at 1"
+Entering = Sequence[tuple[SiteStatistics, float]]  # statistics of a fold's inputs, and shares of all tokens
 
 
 class ColumnScaling:
@@ -75,11 +76,8 @@ class ColumnScaling:
         step = math.ceil(sum(len(reader.weight) for reader in readers) / self.rows) if self.rows else 1
         return Losses([self.reader(reader.rows(slice(None, None, step))) for reader in readers])
 
-    def search(
-        self, losses: Losses, producer: Producer, entering: Sequence[tuple[SiteStatistics, float]]
-    ) -> Tensor | None:
-        """Return the scale `[in]` with the least loss; None if no scale is best. entering: statistics of the
-        inputs, with their shares of all tokens."""
+    def search(self, losses: Losses, producer: Producer, entering: Entering) -> Tensor | None:
+        """Return the scale `[in]` with the least loss; None if no scale is best."""
         raise NotImplementedError
 
     def apply(self, view: BlockView) -> Transformed:

@@ -30,12 +30,11 @@ import torch
 from torch import Tensor
 
 from quantkit.layouts import Statistic
-from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.solvers import Solver
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.transforms.auto import FLOOR, SAMPLED_ROWS, FedReader, in_few_digits
 from quantkit.quantize.transforms.fold import Producer
-from quantkit.quantize.transforms.scaling import ColumnScaling, Losses, Reader
+from quantkit.quantize.transforms.scaling import ColumnScaling, Entering, Losses, Reader
 
 EXPONENTS = 0.5, 0.75, 1.0
 FLOORS = 0.3, 1.0  # share of the median channel that is added to each channel
@@ -70,9 +69,7 @@ class SmoothScaling(ColumnScaling):
         mean_count = torch.mv(squares.t(), count) / squares.sum(0).clamp(min=1e-30)  # by column
         return SmoothReader(**vars(reader), pivots=pivots * mean_count, count=count, rounded=self.rounded)
 
-    def search(
-        self, losses: Losses, producer: Producer, entering: Sequence[tuple[SiteStatistics, float]]
-    ) -> Tensor | None:
+    def search(self, losses: Losses, producer: Producer, entering: Entering) -> Tensor | None:
         """See `ColumnScaling`: returns the whole text's scale, with the exponent and floor that are best if
         each half's scale is judged on the other half."""
         halves = sum(statistics[Statistic.FOURTH] * share for statistics, share in entering)
