@@ -73,9 +73,7 @@ def measure(
     start, of_usual, final = 0, None, []  # of_usual: of the usual model, whose final states are `final`
     while pending or streams:
         next_walk = None
-        for index, _ in walk.blocks(
-            skeleton, lambda index: (None, True), only=range(start, len(skeleton.blocks))
-        ):
+        for index, _ in walk.blocks(skeleton, only=range(start, len(skeleton.blocks))):
             stored, started = replacer.usual(index, entering), []
             while pending and pending[0].block == index:
                 if len(streams) + len(started) >= limit:

@@ -82,11 +82,9 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, list | tuple) and all(_fits(item, parts[0]) for item in value)
     if parts:
         return any(_fits(value, part) for part in parts)
-    return (
-        isinstance(value, Path)
-        if kind is Path
-        else type(value) is kind or (kind is float and type(value) is int)
-    )
+    if kind is Path:
+        return isinstance(value, Path)
+    return type(value) is kind or (kind is float and type(value) is int)
 
 
 def _choices(kind: Any) -> list[str]:
