@@ -5,17 +5,15 @@ Only measured candidates are solved. Other candidates are rounded to nearest, wh
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantkit.auto import scaling
 from quantkit.auto.engines import Errors, GgufOutside, nearest
 from quantkit.auto.job import KEPT_IN, Auto
-from quantkit.auto.scaling import Scales
 from quantkit.auto.units import TINY, Candidate, Unit, measured, usual
 from quantkit.grids.grid import Grid
 from quantkit.layouts import LinearSpec, Statistic
@@ -25,10 +23,44 @@ from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.solvers import loss
 from quantkit.quantize.solving import solve
 from quantkit.quantize.timings import Timings
+from quantkit.quantize.transforms.scaling import ColumnScaling
 
 States = list[Tensor]  # batches of hidden states, `[batch, tokens, hidden]`
 Values = Mapping[str, Tensor]  # weights `[out, in]` by the names of linears inside a block
 HESSIAN_BYTES = 1 << 30  # maximum of Hessians in memory: many experts are measured in parts
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of a block's transform. columns: {site: s `[in]`}. rows: {linear: f `[out]`}.
+
+    A transform divides the inputs of a site by s, multiplies the site's columns by s, and divides the rows of
+    the linear that produces these inputs. So the job quantizes `diag(f) W diag(s)`. Divided by both scales,
+    the quantized values have the same effect in the original block, where units are replaced.
+    """
+
+    columns: Mapping[Site, Tensor] = field(default_factory=dict)
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def scaled(self, site: Site, name: str, weight: Tensor) -> Tensor:
+        """Return the transformed weight `[out, in]`, which the job quantizes."""
+        weight = weight if site not in self.columns else weight * self.columns[site]
+        return weight if name not in self.rows else weight * self.rows[name][:, None]
+
+    def undone(self, site: Site, name: str, values: Tensor) -> Tensor:
+        """Return a transformed weight's values `[out, in]` for use in the original block."""
+        values = values if site not in self.columns else values / self.columns[site]
+        return self.rows_undone(name, values)
+
+    def rows_undone(self, name: str, values: Tensor) -> Tensor:
+        """Return values divided by the row scales only: errors on the scale of the original outputs."""
+        return values if name not in self.rows else values / self.rows[name][:, None]
+
+    def entering(self, site: Site, statistics: SiteStatistics) -> SiteStatistics:
+        """Return a site's statistics after the transform. `statistics` is changed in place."""
+        return statistics if site not in self.columns else statistics.divided(self.columns[site])
+
+
 # The loaded block; its scales; statistics of its sites after the transform, without experts.
 Loaded = tuple[Block, Scales, dict[Site, SiteStatistics]]
 
@@ -141,10 +173,24 @@ class Solving:
                 specs[local] = replace(spec, grid=self._space.grid(spec, stored))
         block = Block(index, module, specs, sites, probe)
         measuring = self._measuring(block, entering)
-        scales = scaling.of_block(measuring, self._job.method.transform)
+        scales = _scales(measuring, self._job.method.transform)
         plain = [site for site in block.chosen if site.pool is None]
         measured = measuring.at_once(plain) if plain else {}
         return block, scales, {site: scales.entering(site, sums) for site, sums in measured.items()}
+
+
+def _scales(measuring: Measuring, transform: ColumnScaling | None) -> Scales:
+    """Apply the transform to a block, except experts; return the scales and restore the block."""
+    block = measuring.block
+    if transform is None or not block.around:
+        return Scales()
+    statistics = measuring.at_once(block.around, transform.sample)
+    original = block.module.state_dict()  # the transform replaces parameters
+    transformed = transform.apply(measuring.view(statistics))
+    block.module.load_state_dict(original, assign=True)
+    linears = {name for site in block.around for name in site.linears}
+    rows = {name: factor for name, factor in transformed.row_factors.items() if name in linears}
+    return Scales(transformed.divided_by, rows)
 
 
 def _lost(
