@@ -135,11 +135,12 @@ def auto(
     search = filled(AutoOptions, {name: options[name] for name in options.keys() & fields}, "auto")
     search.check()
     shared = recipe.of_options("gptq", {name: options[name] for name in options.keys() - fields}).values
-    opened = output and Path(output), revision, offline, trust_remote_code, resume, overwrite
+    flags = {"output": output and Path(output), "resume": resume, "overwrite": overwrite}
+    flags |= {"revision": revision, "offline": offline, "trust_remote_code": trust_remote_code}
     with _listening(progress) as listener:
         from quantkit.auto import job, run
 
-        request = AutoRequest(os.fspath(model), search, shared, *opened)
+        request = AutoRequest(os.fspath(model), search, shared, **flags)
         return run.run(job.prepare(request, listener), listener)
 
 

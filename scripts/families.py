@@ -159,7 +159,7 @@ def compressed(source: Path, output: Path, method: str, model, row: dict, dtype:
     request = job.Request(
         str(source), methods.create(method, **options),
         CalibrationOptions(calibration=str(text), samples=4, seqlen=TOKENS), 
-        RunOptions(threads=1, allow_unread=True, dtype=dtype), output,
+        RunOptions(threads=1, allow_unread=True, dtype=dtype), output=output,
     )  # fmt: skip
     prepared = job.prepare(request, Progress())
     skeleton = prepared.skeleton

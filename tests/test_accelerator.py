@@ -430,7 +430,7 @@ def test_auto_measures_what_it_measures_on_the_cpu(tiny_model, text, tmp_path, f
     for device in ("cpu", NAME):
         typed = {"run.device": device, "run.threads": 1, "calibration.samples": 4, "calibration.seqlen": 32}
         options = AutoOptions(bpw=4.5, engine="vllm", search_tokens=32, text=text, ctx=32)
-        request = AutoRequest(str(source), options, typed, tmp_path / "out")
+        request = AutoRequest(str(source), options, typed, output=tmp_path / "out")
         with present(), exact_products():
             prepared = budget_job.prepare(request, Progress(), dry_run=True)
             *_, found[device] = sensitivities.measure(prepared, Progress())

@@ -228,7 +228,7 @@ def of_job(path, tmp_path) -> tuple:
     text = CalibrationOptions(samples=8, seqlen=64)
     run = RunOptions(threads=1, batch_size=8, allow_requantize=True)
     method, output = methods.create("int8"), tmp_path / "out"
-    request = jobs.job.Request(str(path), method, text, run, output)
+    request = jobs.job.Request(str(path), method, text, run, output=output)
     planned = jobs.job.prepare(request, jobs.Progress(), dry_run=True).plan
     found = of_model(source.read(str(path)), Question(samples=8, seqlen=64))["int8"]
     return (planned.execution.dtype, planned.memory_bytes), (found["dtype"], found["above_interpreter_bytes"])

@@ -10,6 +10,7 @@ from quantkit.errors import USAGE, QuantkitError, one_of, require
 from quantkit.models.files.gguf_shards import base_name
 from quantkit.options import check_value, flag_of, option, parse_tokens, size_bytes
 from quantkit.quantize.methods import _options as method_options
+from quantkit.quantize.prepare.request import JobFlags
 
 BUDGETS = ("bpw", "max_size", "max_kld", "gpu")
 SEARCHED_BY = ("gptq", "yaqa")  # solvers whose results are worth a search
@@ -99,23 +100,12 @@ class AutoOptions:
 
 
 @dataclass(frozen=True)
-class AutoRequest:
+class AutoRequest(JobFlags):
     """The user's request. typed: calibration and run options that were typed, by dotted key."""
 
     source: str
     options: AutoOptions
     typed: dict[str, Any]
-    output: Path | None = None
-    revision: str | None = None
-    offline: bool = False
-    trust_remote_code: bool = False
-    resume: bool = False
-    overwrite: bool = False
-
-    @property
-    def opening(self) -> dict[str, Any]:
-        """How the source is opened, in fields of `Request`."""
-        return {name: getattr(self, name) for name in ("revision", "offline", "trust_remote_code")}
 
     @property
     def destination(self) -> Path:

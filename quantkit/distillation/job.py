@@ -254,9 +254,8 @@ def _text(
 
 def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:
     """Return teacher and student. Raises QuantkitError if they cannot be a model and its compressed copy."""
-    trusted = request.trust_remote_code
-    teacher = open_checkpoint(request.teacher, request.revision, request.offline, trusted)
-    student = open_checkpoint(request.student, None, request.offline, trusted)
+    teacher = open_checkpoint(request.teacher, **request.opening)
+    student = open_checkpoint(request.student, **request.opening | {"revision": None})
     apart = teacher.folder.resolve() != student.folder.resolve()
     hint = "give the original model first, then the compressed model"
     require(apart, f"{request.student} is teacher and student", hint, USAGE)

@@ -9,13 +9,14 @@ from quantkit.models.files import gguf_shards, headers, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.gguf_shards import base_name
 from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.quantize.prepare.request import JobFlags
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import Staging
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(JobFlags):
     """The options that the user gave."""
 
     teacher: str
@@ -23,12 +24,6 @@ class Request:
     options: DistillOptions
     calibration: CalibrationOptions
     run: RunOptions
-    output: Path | None = None
-    revision: str | None = None
-    offline: bool = False
-    trust_remote_code: bool = False
-    resume: bool = False
-    overwrite: bool = False
 
     @property
     def destination(self) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import USAGE, require
 from quantkit.models.files import gguf_shards
@@ -18,8 +18,25 @@ if TYPE_CHECKING:
     from quantkit.quantize.staging.folder import Staging
 
 
+@dataclass(frozen=True, kw_only=True)
+class JobFlags:
+    """Flags of every job: its output, how models are opened, and what may happen to an earlier output."""
+
+    output: Path | None = None
+    revision: str | None = None
+    offline: bool = False
+    trust_remote_code: bool = False
+    resume: bool = False
+    overwrite: bool = False
+
+    @property
+    def opening(self) -> dict[str, Any]:
+        """How models are opened, by flag."""
+        return {name: getattr(self, name) for name in ("revision", "offline", "trust_remote_code")}
+
+
 @dataclass(frozen=True)
-class Request:
+class Request(JobFlags):
     """A job as the user typed it. method: None for an importance matrix. open_groups: no group size was
     typed, so linears that the model's group size does not divide stay in 16 bit."""
 
@@ -27,12 +44,6 @@ class Request:
     method: Method | None
     calibration: CalibrationOptions
     run: RunOptions
-    output: Path | None = None
-    revision: str | None = None
-    offline: bool = False
-    trust_remote_code: bool = False
-    resume: bool = False
-    overwrite: bool = False
     open_groups: bool = False
 
     @property
@@ -64,7 +75,7 @@ class Request:
         """Open the source."""
         from quantkit.models.files.open import open_checkpoint
 
-        return open_checkpoint(self.source, self.revision, self.offline, self.trust_remote_code)
+        return open_checkpoint(self.source, **self.opening)
 
     def each(self) -> list[Request]:
         """Return a request for each output of the command."""
