@@ -57,8 +57,7 @@ class AutoOptions:
     )
 
     text: Path | None = option(
-        None,
-        "Text to measure results on. (default: a held-out eighth of the calibration text)",
+        None, "Text to measure results on. (default: a held-out eighth of the calibration text)"
     )
     ctx: int | None = option(
         None,

@@ -102,11 +102,7 @@ class Solving:
         return solved
 
     def _solved(
-        self,
-        unit: Unit,
-        entering: States,
-        chosen: Candidate,
-        rounded: Sequence[Candidate] = (),
+        self, unit: Unit, entering: States, chosen: Candidate, rounded: Sequence[Candidate] = ()
     ) -> tuple[dict[str, Tensor], Errors]:
         """Return {linear: solved weight} of `chosen`, and errors of `chosen` and `rounded`."""
         skeleton, index = self._job.skeleton, unit.block

@@ -35,12 +35,7 @@ class Original:
     """
 
     def __init__(
-        self,
-        skeleton: Skeleton,
-        block: Block,
-        original: States,
-        states: States,
-        sample: Sequence[int],
+        self, skeleton: Skeleton, block: Block, original: States, states: States, sample: Sequence[int]
     ):
         self._skeleton, self._index, self._block = skeleton, block.index, block.module
         self._original, self._states = original, states

@@ -224,10 +224,7 @@ def _entering(view: BlockView, sites: Sequence[Site]) -> dict[Site, SiteStatisti
 
 
 def _sampled(
-    view: BlockView,
-    sites: Sequence[Site],
-    entering: Mapping[Site, SiteStatistics],
-    plain: bool,
+    view: BlockView, sites: Sequence[Site], entering: Mapping[Site, SiteStatistics], plain: bool
 ) -> list[Reader]:
     """Return readers for an even sample of the rows of several sites, weighted by the sites' tokens."""
     names = [(site, name) for site in sites for name in _quantized(view, site)]
