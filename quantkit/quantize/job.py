@@ -173,14 +173,11 @@ def _open_source(request: Request, progress: Progress) -> Checkpoint:
         progress.warn(note)
     if not checkpoint.quantized:
         return checkpoint
-    if not request.run.allow_requantize:
-        raise QuantkitError(
-            f"{request.source} is quantized already",
-            hint="start from the original checkpoint: quantizing twice adds the errors of both "
-            "(--allow-requantize quantizes it anyway)",
-            exit_code=UNSUPPORTED,
-        )
-    progress.warn(f"{request.source} is quantized already: the errors of both quantizations add up")
+    what = f"{request.source} is quantized already"
+    hint = "start from the original checkpoint: quantizing twice adds the errors of both "
+    hint += "(--allow-requantize quantizes it anyway)"
+    require(request.run.allow_requantize, what, hint, UNSUPPORTED)
+    progress.warn(f"{what}: the errors of both quantizations add up")
     return checkpoint
 
 

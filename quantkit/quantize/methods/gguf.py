@@ -269,13 +269,9 @@ def _check_importance(choices: Sequence[Choice], imatrix: Imatrix | None, given:
     """Raise QuantkitError for tensors whose types are useless without importance, as llama-quantize does."""
     sums = imatrix.sums if imatrix else {}
     lacking = [choice.name for choice in mixtures.without_importance(choices) if choice.name not in sums]
-    if lacking:
-        raise QuantkitError(
-            f"--imatrix {given} leaves {count(len(lacking), 'tensor')} without importance, which types like "
-            f"{sorted(file_types.NEED_IMPORTANCE)[-1]} need: {name_all(lacking, 3)}",
-            "leave out --imatrix: it is gathered from the calibration text",
-            USAGE,
-        )
+    what = f"--imatrix {given} leaves {count(len(lacking), 'tensor')} without importance, which types like "
+    what += f"{sorted(file_types.NEED_IMPORTANCE)[-1]} need: {name_all(lacking, 3)}"
+    require(not lacking, what, "leave out --imatrix: it is gathered from the calibration text", USAGE)
 
 
 def _fallbacks(choices: Sequence[Choice]) -> list[str]:

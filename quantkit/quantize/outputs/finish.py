@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from quantkit import __version__
-from quantkit.errors import VERIFICATION, QuantkitError, first_line
+from quantkit.errors import VERIFICATION, QuantkitError, first_line, require
 from quantkit.grids.distance import token_distances
 from quantkit.inspection.record import activations
 from quantkit.models.files import headers, untrusted
@@ -137,15 +137,11 @@ def _verify(
 def refuse_unlike(pairs: Mapping[str, tuple[Tensor, Tensor]], dtype: str, path: Path) -> None:
     """Raise QuantkitError (exit code 6) if values computed from the files at `path` differ from the
     expected. pairs: name -> (computed, expected)."""
-    for what, (computed, expected) in pairs.items():
+    for name, (computed, expected) in pairs.items():
         difference = token_distances(computed, expected).max().item()
-        if not difference <= VERIFY_TOLERANCE[dtype]:
-            raise QuantkitError(
-                f"the checkpoint read back from {path} computes {what} that differ by {difference:.2g} "
-                "from the expected ones",
-                hint=FAULTY,
-                exit_code=VERIFICATION,
-            )
+        what = f"the checkpoint read back from {path} computes {name} that differ by {difference:.2g} "
+        fits = difference <= VERIFY_TOLERANCE[dtype]
+        require(fits, what + "from the expected ones", FAULTY, VERIFICATION)
 
 
 def _expert_tokens(job: Job, records: Sequence[dict]) -> ExpertTokens | None:

@@ -79,18 +79,14 @@ class Output:
 
     def planned(self, specs: Sequence[LinearSpec]) -> list[Planned]:
         """Return every linear of the blocks with its format, by the checkpoint's names."""
-        return [
-            Planned(
-                local,
-                block,
-                (spec.out_features, spec.in_features),
-                spec.grid.describe().replace(f"groups of {spec.in_features}", "whole rows")
-                if spec.grid
-                else f"16 bit ({spec.kept})",
-            )
-            for spec in specs
-            for _, block, local in (split(spec.name),)
-        ]
+        planned = []
+        for spec in specs:
+            becomes = f"16 bit ({spec.kept})"
+            if spec.grid:
+                becomes = spec.grid.describe().replace(f"groups of {spec.in_features}", "whole rows")
+            _, block, local = split(spec.name)
+            planned.append(Planned(local, block, (spec.out_features, spec.in_features), becomes))
+        return planned
 
     def copied(self, material: Material) -> dict[str, int]:
         """Return the bytes of each module outside the language model. These modules are copied unchanged."""

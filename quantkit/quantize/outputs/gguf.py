@@ -85,12 +85,9 @@ class GgufOutput(Output):
         for target in self.targets:
             if kept.intersection(target.stored) and not stays_float(target.name, target.shape):
                 if others := sorted(set(target.stored) - kept):
-                    raise QuantkitError(
-                        f"{target.name} holds all experts in one type: {count(len(others), 'expert')} of it "
-                        f"would be quantized, such as {others[0].removesuffix('.weight')}",
-                        "exclude all experts of a projection, or none",
-                        USAGE,
-                    )
+                    what = f"{target.name} holds all experts in one type: {count(len(others), 'expert')} of "
+                    what += f"it would be quantized, such as {others[0].removesuffix('.weight')}"
+                    raise QuantkitError(what, "exclude all experts of a projection, or none", USAGE)
                 info = checkpoint.infos.get(target.stored[0])
                 types[target.name] = "BF16" if info and info.dtype == "BF16" else "F16"
         return replace(self, types=types)

@@ -168,12 +168,10 @@ def refuse_unread_experts(skeleton: Skeleton, specs: Sequence[LinearSpec], layou
                 refused += [(specs_of_block[local].name, reason) for local in inside]
     if refused:
         name, reason = refused[0]
-        raise QuantkitError(
-            f"{count(len(refused), 'linear')} of experts, {name} the first: {reason}",
-            hint="use quantkit gptq --layout compressed-tensors, keep them in 16 bit with "
-            rf"--exclude '\.{name.split('.')[-3]}\.\d+', or write them all the same with --allow-unread",
-            exit_code=UNSUPPORTED,
-        )
+        what = f"{count(len(refused), 'linear')} of experts, {name} the first: {reason}"
+        hint = "use quantkit gptq --layout compressed-tensors, keep them in 16 bit with "
+        hint += rf"--exclude '\.{name.split('.')[-3]}\.\d+', or write them all the same with --allow-unread"
+        raise QuantkitError(what, hint, UNSUPPORTED)
     return note
 
 

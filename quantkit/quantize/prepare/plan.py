@@ -69,13 +69,10 @@ def sequences_at_once(requested: int | None, shape: tuple[int, int], device: tor
     samples, seqlen = shape
     most = ACCELERATED_BATCH_TOKENS if is_accelerator(device) else BATCH_TOKENS
     size = requested or max(1, min(most // seqlen, samples // distributed.count()))
-    if -(-samples // size) < distributed.count():
-        raise QuantkitError(
-            f"{count(samples, 'calibration sequence')} in batches of {size} are fewer batches than the "
-            f"{distributed.count()} processes",
-            "start fewer processes, or use a smaller --batch-size or more --samples",
-            USAGE,
-        )
+    what = f"{count(samples, 'calibration sequence')} in batches of {size} are fewer batches than the "
+    what += f"{distributed.count()} processes"
+    hint = "start fewer processes, or use a smaller --batch-size or more --samples"
+    require(-(-samples // size) >= distributed.count(), what, hint, USAGE)
     return size
 
 
@@ -102,22 +99,20 @@ def job_memory(
         peak = max(encode, forward, loss)
         return Peak(peak, encode + shapes.by_rows * shapes.element) if accelerated else Peak(0, peak)
     sample = method.transform.sample if method.transform else 0
-    return peak_memory(
-        Stages(
-            shapes,
-            method.needs,
-            sample,
-            outside=method.outside or any(spec.embedding for spec in specs),
-            suspend=execution.sequential == "suspend",
-            states=execution.states,
-            accelerated=accelerated,
-            at_once=execution.at_once,
-            feeds_back=method.solver.feeds_back,
-            whole_rows=any(
-                spec.grid and spec.grid.group_size >= spec.in_features > 2 * GROUP for spec in specs
-            ),
-        )
+    wide = (spec for spec in specs if spec.grid and spec.in_features > 2 * GROUP)
+    stages = Stages(
+        shapes,
+        method.needs,
+        sample,
+        outside=method.outside or any(spec.embedding for spec in specs),
+        suspend=execution.sequential == "suspend",
+        states=execution.states,
+        accelerated=accelerated,
+        at_once=execution.at_once,
+        feeds_back=method.solver.feeds_back,
+        whole_rows=any(spec.grid.group_size >= spec.in_features for spec in wide),
     )
+    return peak_memory(stages)
 
 
 def shapes_of(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> Shapes:

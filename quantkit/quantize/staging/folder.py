@@ -21,16 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.errors import (
-    RESOURCES,
-    RUNTIME,
-    USAGE,
-    DamagedError,
-    QuantkitError,
-    full_disk,
-    name_all,
-    require,
-)
+from quantkit.errors import RESOURCES, USAGE, DamagedError, QuantkitError, full_disk, name_all, require
 from quantkit.models.files import checksums, gguf_shards, safetensors_folder, untrusted
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.quantize.staging import may_replace
@@ -147,7 +138,7 @@ class Staging(StagedBlocks):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             what = f"{self.folder} is in use by another process"
-            raise QuantkitError(what, "wait until it is done", RUNTIME) from error
+            raise QuantkitError(what, "wait until it is done") from error
 
     def done(self, count: int, warn: Callable[[str], None]) -> list[bool]:
         """Return which of `count` blocks are staged. Warns of damaged blocks and removes them."""
@@ -320,7 +311,7 @@ def disk_errors(
         denied = isinstance(error, PermissionError) or f"(os error {errno.EACCES})" in str(error)
         if denied and (getattr(error, "filename", None) is None or folder.name in str(error)):
             message = f"{folder} cannot be written any more: permission denied"
-            raise QuantkitError(message, f"allow it; then {then}", RUNTIME) from error
+            raise QuantkitError(message, f"allow it; then {then}") from error
         if (full := full_disk(error)) is None:
             raise
         message = f"the disk of {folder} {full[0]}"
