@@ -163,7 +163,7 @@ class Search:
         path = self._auto.folder / folder / auto.output.name
         self._next_step()
         request = auto.job_of(written, path)
-        if not (auto.request.resume and finished.is_done(request)):
+        if not (auto.request.resume and finished.unlike(request) == []):
             path.parent.mkdir(exist_ok=True)
             progress.phase(f"making {preset.name}")
             loop.run([job.prepare(request, progress)], progress)

@@ -18,11 +18,6 @@ def is_finished(request: Request) -> bool:
     return gguf_shards.first(staging.output).exists() and not staging.folder.exists()
 
 
-def is_done(request: Request) -> bool:
-    """Return whether a finished output was made from the same model, text and options."""
-    return _unlike(request) == []
-
-
 def left(requests: Sequence[Request], overwrite: bool) -> list[Request]:
     """Return the requests of one command whose outputs are not finished.
 
@@ -34,8 +29,9 @@ def left(requests: Sequence[Request], overwrite: bool) -> list[Request]:
 
 
 def check(request: Request) -> bool:
-    """Return `is_done`. Raises QuantkitError listing the differences if another job made the output."""
-    different = _unlike(request)
+    """Return whether the output is finished. Raises QuantkitError listing the differences if another job made
+    it."""
+    different = unlike(request)
     if different:
         output = request.destination
         what = f"{output} is the finished output of another job; different: {name_all(different)}"
@@ -43,8 +39,9 @@ def check(request: Request) -> bool:
     return different is not None
 
 
-def _unlike(request: Request) -> list[str] | None:
-    """Return how a finished job differs from the request; None if there is no finished job.
+def unlike(request: Request) -> list[str] | None:
+    """Return how a finished job differs from the request in model, text and options; [] if it does not, None
+    if there is no finished job.
 
     Texts and files are read only if all else is equal. Raises QuantkitError for an invalid manifest.
     """
