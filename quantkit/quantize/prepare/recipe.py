@@ -47,13 +47,12 @@ def sections(method: str) -> dict[str, type]:
 
 
 def keys(method: str) -> dict[str, Key]:
-    """Return every key that a recipe of this method may have."""
-    options = {
+    """Return every key of a recipe of this method that flags and `--set` may change."""
+    return PLACES | {
         f"{section}.{name}": key
         for section, kind in sections(method).items()
         for name, key in keys_of(kind).items()
     }
-    return ABOUT | PLACES | options
 
 
 # ---- reading
@@ -98,7 +97,7 @@ def parse(name: str, path: Path | str, text: str, method: str | None = None) -> 
     if method and named != method:
         raise QuantkitError(f"{name} is a recipe for {named}", f"quantkit run {name} MODEL", USAGE)
     try:
-        valid = keys(named)
+        valid = ABOUT | keys(named)
     except QuantkitError as error:
         raise QuantkitError(f"{path}: {error.message}", error.hint, error.exit_code) from error
     flat = {}
@@ -157,7 +156,7 @@ def _not_yaml(origin: str, error: Exception) -> QuantkitError:
 def merge(recipe: Recipe, settings: Sequence[str], typed: dict[str, Any], **further: Any) -> Request:
     """Merge defaults, recipe, `--set KEY=VALUE` and typed flags (by field name); later ones win. further:
     fields of the Request that are no keys of recipes, such as `resume`."""
-    valid = {key: value for key, value in keys(recipe.method).items() if key not in ABOUT}
+    valid = keys(recipe.method)
     flags = {key: typed[name] for key in valid if (name := key.rpartition(".")[2]) in typed}
     values = recipe.values | _settings(settings, valid) | flags
     what = f"{recipe.name} has no model"
@@ -183,7 +182,7 @@ def method_with(name: str, settings: Sequence[str], flag: str) -> Method:
 
 def of_options(method: str, values: Mapping[str, Any]) -> Recipe:
     """Return a recipe from a method's options by the names of their fields, such as bits=4."""
-    valid = {key: value for key, value in keys(method).items() if key not in ABOUT}
+    valid = keys(method)
     full = {key.rpartition(".")[2]: key for key in valid}
     values = checked(method, values, {name: valid[key] for name, key in full.items()})
     return Recipe(method, method, values={full[name]: value for name, value in values.items()})
