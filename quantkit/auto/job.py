@@ -93,9 +93,8 @@ class Auto:
     def fixed_bytes(self) -> int:
         """Return the bytes of the output except the units' tensors, manifest and model card."""
         preset = self.presets[0]
-        planned = job.prepare(
-            self.job_of(self.recipe(preset.values, ""), self.output), Progress(), dry_run=True
-        )
+        request = self.job_of(self.recipe(preset.values, ""), self.output)
+        planned = job.prepare(request, Progress(), dry_run=True)
         source = self.job.checkpoint
         companions = source.disk_bytes - sum(info.nbytes for info in source.infos.values())
         return planned.plan.output_bytes - nbytes(self.units, preset.choice) + max(0, companions)

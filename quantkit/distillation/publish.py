@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantkit import __version__
 from quantkit.distillation.student import Floats, Student
-from quantkit.errors import UNSUPPORTED, VERIFICATION, QuantkitError
+from quantkit.errors import UNSUPPORTED, VERIFICATION, QuantkitError, require
 from quantkit.inspection import clients
 from quantkit.inspection.record import describe
 from quantkit.inspection.verify import ERRORS
@@ -176,9 +176,9 @@ def verify(student: Student, floats: Floats | None, path: Path, ids: Tensor) -> 
     for index in range(again.depth):
         with student.block(index) as before, again.block(index) as after:
             odd = [n for n in before.weights if not before.weights[n].codes.equal(after.weights[n].codes)]
-            if odd or before.weights.keys() != after.weights.keys():
-                what = f"the checkpoint read back from {path} has other codes in block {index + 1}"
-                raise QuantkitError(what, FAULTY, VERIFICATION)
+            same = not odd and before.weights.keys() == after.weights.keys()
+            what = f"the checkpoint read back from {path} has other codes in block {index + 1}"
+            require(same, what, FAULTY, VERIFICATION)
             now = before.floats
             if floats is not None:
                 now = {name: value.to(hidden.device) for name, value in before.of_model(floats).items()}

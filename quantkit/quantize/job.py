@@ -154,12 +154,14 @@ def prepare(
             if first:
                 progress.phase("hashing the source")
             source_sha256.result()
-        fingerprint = _fingerprint(request, source_sha256, calibrated, job_plan, skeleton.is_mixture)
+        fingerprint = _fingerprint(request, source_sha256, calibrated, job_plan)
+        fingerprint |= {"experts": request.run.experts} if skeleton.is_mixture else {}
         check_equal(fingerprint)
     batches = list(distributed.share(tokens.split(batch_size))) if method.needs else [tokens]
     held_back = None
     if loss_size and not dry_run:
-        held_back = _held_back(checkpoint, calibrated, loss_size, request.run.loss_tokens, progress)
+        held_back = calibrated.held_back if calibrated else None
+        held_back = _held_back(checkpoint, held_back, loss_size, request.run.loss_tokens, progress)
     return Job(
         request, checkpoint, method, skeleton, specs, job_plan, calibrated, batches, staging, fingerprint,
         source_sha256, -(-len(tokens) // batch_size), held_back,
@@ -238,15 +240,10 @@ def calibrate(
 
 
 def _held_back(
-    checkpoint: Checkpoint,
-    calibrated: CalibrationSet | None,
-    loss_size: int,
-    asked: int | None,
-    progress: Progress,
+    checkpoint: Checkpoint, held_back: HeldBack | None, loss_size: int, asked: int | None, progress: Progress
 ) -> HeldBack | None:
     """Return the tokens on which the loss is measured: of the calibration text if it has some left, else of
     the shipped text. Warns if they are much fewer than `asked`."""
-    held_back = calibrated.held_back if calibrated else None
     held_back = held_back or calibration.shipped_held_out(checkpoint, loss_size)
     measured = held_back.tokens.numel() if held_back else 0
     if asked and measured <= asked - calibration.HELD_BACK:
@@ -279,15 +276,11 @@ def _hashed(checkpoint: Checkpoint) -> Future[str]:
 
 
 def _fingerprint(
-    request: Request,
-    source_sha256: Future[str],
-    calibrated: CalibrationSet | None,
-    job_plan: JobPlan,
-    mixture: bool,
+    request: Request, source_sha256: Future[str], calibrated: CalibrationSet | None, job_plan: JobPlan
 ) -> dict:
     """Return everything that affects the output's bytes. Only a job with an equal fingerprint resumes."""
     run = request.run
-    fingerprint = {
+    return {
         "quantkit": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -301,4 +294,3 @@ def _fingerprint(
         "calibration": calibrated.record() if calibrated else None,
         "execution": job_plan.execution.decisive(),
     }
-    return fingerprint | ({"experts": run.experts} if mixture else {})

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS
 
+Run = Callable[[Tensor], Tensor]  # a block on hidden states `[batch, tokens, hidden]`
+
 
 def chunk_tokens(vocabulary: int) -> int:
     """Return the number of tokens whose logits are computed at a time."""
@@ -34,7 +36,7 @@ def through_head(final: Tensor, size: int, loss: Callable[[Tensor, slice], Tenso
     return gradient
 
 
-def through_block(run: Callable[[Tensor], Tensor], entering: Tensor, gradient: Tensor) -> Tensor:
+def through_block(run: Run, entering: Tensor, gradient: Tensor) -> Tensor:
     """Return the gradient of a block's input from the gradient of its output; `run` computes the block."""
     entering = entering.detach().requires_grad_()
     with torch.enable_grad():

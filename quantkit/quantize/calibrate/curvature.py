@@ -13,7 +13,7 @@ resumed job computes with the same numbers.
 """
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from quantkit.errors import RESOURCES, UNSUPPORTED, QuantkitError, first_line, require
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
-from quantkit.quantize.calibrate.backward import chunk_tokens, through_block, through_head
+from quantkit.quantize.calibrate.backward import Run, chunk_tokens, through_block, through_head
 from quantkit.quantize.calibrate.capture import SiteSums
 from quantkit.quantize.calibrate.states import Place, States, embedded
 from quantkit.quantize.progress import Progress
@@ -136,11 +136,7 @@ def _back_through_head(skeleton: Skeleton, states: States) -> None:
 
 
 def _back(
-    run: Callable[[Tensor], Tensor],
-    block: nn.Module,
-    entered: States,
-    gradients: States,
-    names: Sequence[str],
+    run: Run, block: nn.Module, entered: States, gradients: States, names: Sequence[str]
 ) -> dict[str, SiteSums]:
     """Run a block backward. Return sums over the gradients of the outputs of linears `names`. Gradients of
     the block's outputs are replaced by those of its inputs. entered: the inputs.

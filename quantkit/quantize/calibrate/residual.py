@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_map_only
 
 from quantkit.grids.distance import token_distances
 from quantkit.models.skeleton.experts import Experts
+from quantkit.quantize.calibrate.backward import Run
 from quantkit.quantize.calibrate.sites import Site
 
 TOLERANCE = 1e-5  # relative error of a sum of a few terms in float32, per token
-Run = Callable[[Tensor], Tensor]  # a block on hidden states `[batch, tokens, hidden]`
 
 
 def find_writers(block: nn.Module, sites: Sequence[Site], run: Run, hidden: Tensor) -> list[str]:

@@ -201,14 +201,9 @@ class Gguf(Method):
         from quantkit.models.gguf.variants import kv_heads
 
         options, config = self.options, skeleton.checkpoint.text_config
-        architecture = architectures.of_config(config)
-        model = file_types.Model(
-            architecture.name,
-            config.num_hidden_layers,
-            config.num_attention_heads,
-            kv_heads(config),
-            architecture.experts(config),
-        )
+        family = architectures.of_config(config)
+        heads = config.num_attention_heads, kv_heads(config)
+        model = file_types.Model(family.name, config.num_hidden_layers, *heads, family.experts(config))
         like = mixtures.of_file(Path(options.like))[1] if options.like else {}
         wishes = mixtures.Wishes(
             options.tensor_type, options.output_tensor_type, options.token_embedding_type, options.pure, like

@@ -69,10 +69,8 @@ def read(name: str) -> tuple[Path, str]:
     try:
         return path, untrusted.read(path, RECIPE_BYTES).decode("utf-8")
     except OSError as error:
-        hint = (
-            did_you_mean(nearest(name, shipped()))
-            + f"shipped recipes: {', '.join(shipped())}; or give a YAML file"
-        )
+        hint = did_you_mean(nearest(name, shipped()))
+        hint += f"shipped recipes: {', '.join(shipped())}; or give a YAML file"
         why = "" if isinstance(error, FileNotFoundError) else f": {error.strerror}"
         raise QuantkitError(f"no recipe {name}{why}", hint, NOT_FOUND) from error
     except UnicodeDecodeError as error:

@@ -111,13 +111,7 @@ class YaqaSolver(GptqSolver):
 
 
 def feedback(
-    Wt: Tensor,
-    U: Tensor,
-    D: Tensor,
-    B: Tensor,
-    grid: Grid,
-    fixed: Sequence,
-    improve: Callable[[Chosen], None],
+    Wt: Tensor, U: Tensor, D: Tensor, B: Tensor, grid: Grid, fixed: Sequence, improve: Callable[..., None]
 ) -> Chosen:
     """Quantize `Wt [in, out]` by blocks of rows of W, each with a target that compensates for the errors of
     earlier blocks. U, D, fixed: see `sweep`; B `[out, out]`: `G = B Bᵀ`, changed in place. improve: improves
