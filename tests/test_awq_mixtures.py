@@ -159,7 +159,7 @@ def test_a_search_looks_at_an_even_sample_of_rows(bench, monkeypatch):
     made = bench("mixtral")
     (fold,) = [fold for fold in folds_of(made) if fold.producer.name == NORM]
     view = made.view(lambda name: AffineGrid(4, 32), made.statistics())
-    sites, entering = list(fold.sites), scaling._entering(view, fold.sites)
+    sites, entering = list(fold.sites), {site: view.statistics[site] for site in map(view.shared, fold.sites)}
     (whole,) = scaling._sampled(view, sites, entering, plain=True)
     monkeypatch.setattr(scaling, "SEARCHED", 256)
     (part,) = scaling._sampled(view, sites, entering, plain=True)

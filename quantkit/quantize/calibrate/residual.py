@@ -64,8 +64,10 @@ def _proven(block: nn.Module, candidates: Sequence[str], run: Run, hidden: Tenso
         after = order[order.index(child) + 1 :] if child in order else []
         outcome = _nudged(block, partial(run, hidden), name, nudge, {each: returned[each] for each in after})
         written = [returned[writer].reshape(hidden.shape) for writer in (*writers, name)]
-        if outcome.shape == hidden.shape and _equal(outcome, sum(written, hidden) + nudge):
-            writers.append(name)
+        if outcome.shape == hidden.shape:
+            distances = token_distances(outcome, sum(written, hidden) + nudge)
+            if (distances <= TOLERANCE).all():
+                writers.append(name)
     return writers
 
 
@@ -125,8 +127,3 @@ def _widened(tensor: Tensor) -> Tensor:
 
 def _copied(output: object) -> object:
     return tree_map_only(Tensor, torch.clone, output)
-
-
-def _equal(outcome: Tensor, expected: Tensor) -> bool:
-    """Return whether every token is as expected, up to a few rounding errors."""
-    return bool((token_distances(outcome, expected) <= TOLERANCE).all())

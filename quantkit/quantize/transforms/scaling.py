@@ -119,7 +119,7 @@ class ColumnScaling:
             return {}
         here = [site for site in sites if not view.is_away(site)]
         rounded = [self._rounded(view, site, result) for site in here if self.rounds]
-        entering = _entering(view, sites)
+        entering = {site: view.statistics[site] for site in map(view.shared, sites)}  # experts': the layer's
         if rounded and len(fold.sites) == 1:
             losses = rounded[0]
         else:
@@ -216,11 +216,6 @@ def _readers(view: BlockView, site: Site) -> list[Reader]:
         share = sample.new_full((len(sample),), len(weight) / len(sample))
         readers.append(Reader(sample, view.grids[name].plain(), hessian, share))
     return readers
-
-
-def _entering(view: BlockView, sites: Sequence[Site]) -> dict[Site, SiteStatistics]:
-    """Return the statistics of sites; for an expert's site, those of its layer."""
-    return {site: view.statistics[site] for site in map(view.shared, sites)}
 
 
 def _sampled(
