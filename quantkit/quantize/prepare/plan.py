@@ -13,28 +13,17 @@ import torch
 
 from quantkit.errors import RESOURCES, USAGE, QuantkitError, count, require
 from quantkit.layouts import LinearSpec, Statistic
-from quantkit.models.machine import distributed, memory
+from quantkit.models.machine import distributed
 from quantkit.models.machine.device import free_memory, host_memory, is_accelerator
 from quantkit.models.machine.expert_share import ROUTED
-from quantkit.models.machine.memory import Limit
+from quantkit.models.machine.memory import Limit, room
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.streaming import streamed
 from quantkit.options import RunOptions, size_bytes
 from quantkit.quantize.calibrate.execution import Execution
 from quantkit.quantize.methods import BuiltMethod
-from quantkit.quantize.prepare.memory import (
-    ACCELERATED_BATCH_TOKENS,
-    BATCH_TOKENS,
-    COMFORT,
-    GROUP,
-    Peak,
-    Stages,
-    forward_memory,
-    loss_memory,
-    peak_memory,
-    scratch_bytes,
-    sites_at_once,
-)
+from quantkit.quantize.prepare import memory
+from quantkit.quantize.prepare.memory import COMFORT, Peak
 from quantkit.quantize.prepare.shapes import Shapes, of_largest_block
 from quantkit.tables import size
 
@@ -67,7 +56,7 @@ def sequences_at_once(requested: int | None, shape: tuple[int, int], device: tor
     Raises QuantkitError if a rank would get none.
     """
     samples, seqlen = shape
-    most = ACCELERATED_BATCH_TOKENS if is_accelerator(device) else BATCH_TOKENS
+    most = memory.ACCELERATED_BATCH_TOKENS if is_accelerator(device) else memory.BATCH_TOKENS
     size = requested or max(1, min(most // seqlen, samples // distributed.count()))
     what = f"{count(samples, 'calibration sequence')} in batches of {size} are fewer batches than the "
     what += f"{distributed.count()} processes"
@@ -93,14 +82,14 @@ def job_memory(
     )
     if not any(spec.grid for spec in specs):  # encoded tensor by tensor, after a forward pass at most
         encode = ENCODING + method.output.encoding(skeleton.checkpoint)
-        forward = forward_memory(shapes, execution.states == "disk") if method.needs else 0
+        forward = memory.forward_memory(shapes, execution.states == "disk") if method.needs else 0
         rest = (shapes.rest - shapes.by_rows) * shapes.element
-        loss = loss_memory(shapes) and rest + loss_memory(shapes)
+        loss = memory.loss_memory(shapes) and rest + memory.loss_memory(shapes)
         peak = max(encode, forward, loss)
         return Peak(peak, encode + shapes.by_rows * shapes.element) if accelerated else Peak(0, peak)
     sample = method.transform.sample if method.transform else 0
-    wide = (spec for spec in specs if spec.grid and spec.in_features > 2 * GROUP)
-    stages = Stages(
+    wide = (spec for spec in specs if spec.grid and spec.in_features > 2 * memory.GROUP)
+    stages = memory.Stages(
         shapes,
         method.needs,
         sample,
@@ -112,7 +101,7 @@ def job_memory(
         feeds_back=method.solver.feeds_back,
         whole_rows=any(spec.grid.group_size >= spec.in_features for spec in wide),
     )
-    return peak_memory(stages)
+    return memory.peak_memory(stages)
 
 
 def shapes_of(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> Shapes:
@@ -194,27 +183,27 @@ def decide(
     5) if the execution with the least memory does not fit.
     """
     shapes = replace(shapes_of(skeleton, specs, shape[0] * shape[1], 0), predicted=predicted)
-    memory = partial(job_memory, skeleton, specs, method)
-    need = partial(memory, shapes, shape)
+    peak_of = partial(job_memory, skeleton, specs, method)
+    need = partial(peak_of, shapes, shape)
     executions = list(_executions(skeleton, method, options, shape, adopted))
     free = FreeMemory.of(skeleton.device, options.max_memory)
     execution = next((e for e in executions if free.holds(need(e), COMFORT)), None) or min(
         executions, key=lambda e: (not free.holds(need(e)), need(e).computing)
     )
     if execution.sequential == "repeat" and Statistic.HESSIAN in method.needs:
-        execution = replace(execution, at_once=sites_at_once(shapes, free.computing, need(execution)))
+        execution = replace(execution, at_once=memory.sites_at_once(shapes, free.computing, need(execution)))
     peak = need(execution)
     least = replace(execution, sequential="repeat", states="disk", batch_size=1)
-    if memory(shapes, (1, 1), least).computing < peak.computing:
+    if peak_of(shapes, (1, 1), least).computing < peak.computing:
         remedy = f"--target own {LESS}" if Statistic.DRIFT in method.needs else LESS
-    elif free.holds(memory(replace(shapes, predicted=0), shape, execution)):
+    elif free.holds(peak_of(replace(shapes, predicted=0), shape, execution)):
         remedy = "--loss-tokens 0"
     else:
         remedy = "a machine with more memory: no option makes it fit"
     free.check(peak, remedy)
     scratch, spilled = 0, 0
     if Statistic.CURVATURE in method.needs and any(spec.grid for spec in specs):
-        scratch = scratch_bytes(len(skeleton.blocks), shapes)
+        scratch = memory.scratch_bytes(len(skeleton.blocks), shapes)
     if execution.states == "disk":
         spilled = shapes.states * (2 if Statistic.DRIFT in method.needs else 1)
     sizes = method.output.sizes(skeleton.checkpoint, specs, method.layout)
@@ -284,7 +273,7 @@ def check_memory(
         return
     where, whose = (f" on {device}", "free") if device is not None and is_accelerator(device) else ("", "")
     left = f"{size(free)} are" if free else "nothing is"
-    message = f"{what} needs about {size(need)} of memory{where}, {left} {whose or memory.room().whose}"
+    message = f"{what} needs about {size(need)} of memory{where}, {left} {whose or room().whose}"
     if limit and limit.left <= free and not where:
         message = f"--max-memory of {size(limit.nbytes)} is too small: "
         message += f"Python alone takes about {size(limit.resident)}, {what} {size(need)}"
