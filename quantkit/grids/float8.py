@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit.grids.fp4 import MX_BLOCK, MxFp4Grid, mx_scale
-from quantkit.grids.grid import Grid, by_rows, map_rows, matrix
+from quantkit.grids.grid import Grid, by_rows, matrix
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST_FLOAT8, TOP = 448.0, 8  # the floor of its binary logarithm
@@ -119,25 +119,11 @@ class Float8Grid(Grid):
     def plain(self) -> Float8Grid:
         return replace(self, search=False)
 
-    def round(self, weight: Tensor, params: Float8Params) -> Tensor:
-        """Return the nearest codes, uint8 `[rows, group_size]`; ties go to even."""
-
-        def work(rows: Tensor, scale: Tensor) -> Tensor:
-            return to_float8(rows / scale[:, None]).view(torch.uint8)
-
-        return map_rows(work, torch.uint8, weight, params.scale)
-
     def nearest(self, weight: Tensor, params: Float8Params) -> Tensor:
         def work(rows: Tensor, scale: Tensor) -> Tensor:
             return nearest(rows / scale[:, None]).mul_(scale[:, None])
 
         return by_rows(work, weight, weight, params.scale)
-
-    def decode(self, codes: Tensor, params: Float8Params) -> Tensor:
-        def work(rows: Tensor, scale: Tensor) -> Tensor:
-            return from_float8(rows).mul_(scale[:, None])
-
-        return map_rows(work, torch.float32, codes, params.scale)
 
     def steps(self, params: Float8Params) -> tuple[Tensor, Tensor]:
         return params.scale[None], torch.zeros_like(params.scale)[None]

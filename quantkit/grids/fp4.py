@@ -23,7 +23,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quantkit.grids.grid import Grid, Params, each_row, map_rows
+from quantkit.grids.grid import Grid, Params, each_row
 from quantkit.grids.levels import TableLevels, constant, nearest_codes
 from quantkit.grids.parallel import for_each, rows_at_once
 
@@ -60,7 +60,8 @@ class Fp4Params:
 
 
 class Fp4Levels(TableLevels):
-    """Levels of error feedback: the values of e2m1 in UNITS. Codes are the bits of e2m1."""
+    """Levels of error feedback: the values of e2m1 in UNITS. Codes are the bits of e2m1;
+    ties go away from zero."""
 
     level_table = tuple(-value for value in POSITIVE[:0:-1]) + POSITIVE
 
@@ -116,20 +117,6 @@ class Fp4Grid(Fp4Levels):
         self.snap(levels, levels)
         lost = levels.mul_(step).sub_(x).square_().mul_(weights).sum(1)
         out.copy_(candidates.gather(0, lost.argmin(0, keepdim=True))[0])
-
-    def round(self, weight: Tensor, params: Fp4Params) -> Tensor:
-        """Return the nearest codes, uint8 `[rows, group_size]`; ties go away from zero."""
-
-        def work(rows: Tensor, step: Tensor) -> Tensor:
-            return torch.take(_codes_by_place(rows.device), self._places(rows / step))
-
-        return map_rows(work, torch.uint8, weight, params.step[:, None] / UNITS)
-
-    def decode(self, codes: Tensor, params: Fp4Params) -> Tensor:
-        def work(rows: Tensor, step: Tensor) -> Tensor:
-            return torch.take(values_by_code(rows.device), rows.long()).mul_(step)
-
-        return map_rows(work, torch.float32, codes, params.step[:, None])
 
     def steps(self, params: Fp4Params) -> tuple[Tensor, Tensor]:
         step = params.step / UNITS

@@ -87,12 +87,22 @@ class Grid:
         return self
 
     def round(self, weight: Tensor, params: Params) -> Tensor:
-        """Return the nearest codes, uint8 `[rows, group_size]`."""
-        raise NotImplementedError
+        """Return the nearest codes, uint8 `[rows, group_size]`. As defined here: of one step without low."""
+
+        def work(rows: Tensor, step: Tensor) -> Tensor:
+            codes = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
+            self.codes(rows / step[:, None], codes)
+            return codes
+
+        return map_rows(work, torch.uint8, weight, self.steps(params)[0][0])
 
     def decode(self, codes: Tensor, params: Params) -> Tensor:
-        """Return values, float32 `[rows, group_size]`; autograd tracks the parameters."""
-        raise NotImplementedError
+        """Return values, float32 `[rows, group_size]`, as `round`; autograd tracks the parameters."""
+
+        def work(rows: Tensor, step: Tensor) -> Tensor:
+            return self.levels(rows).mul_(step[:, None])
+
+        return map_rows(work, torch.float32, codes, self.steps(params)[0][0])
 
     def nearest(self, weight: Tensor, params: Params) -> Tensor:
         """Return `decode(round(weight, params), params)`; may change `weight` in place."""
