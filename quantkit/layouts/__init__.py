@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,24 +23,21 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from quantkit.grids.grid import Grid, QuantizedWeight
 
 
-DTYPE_BYTES = {  # by names in headers of safetensors files
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
-}
-DTYPES = {  # by torch's names
+DTYPES = {  # names in headers of safetensors files, by torch's names
     **{f"float{n}": f"F{n}" for n in (16, 32, 64)} | {"bfloat16": "BF16", "bool": "BOOL", "complex64": "C64"},
     **{f"int{n}": f"I{n}" for n in (8, 16, 32, 64)} | {f"uint{n}": f"U{n}" for n in (8, 16, 32, 64)},
     **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0"},
 }
+# Names begin with the bits of a value, except BOOL.
+DTYPE_BYTES = {name: int(re.search(r"\d+|$", name)[0] or 8) // 8 for name in DTYPES.values()}
 Numbers = tuple[int, int | None]  # bits, and columns of a group: None for whole rows
 FLOATS = {"F64", "F32", "F16", "BF16", "F8_E8M0"}  # dtypes in which a scale may be stored
+Tensors = Mapping[str, "Tensor"]  # of a linear, by suffix
 Table = dict[str, tuple[str, tuple[int, ...]]]  # suffix -> dtype and shape of a linear's tensor
 
 # Linears that serving engines fuse, by the name of the fused linear.
@@ -189,33 +187,27 @@ class Layout(ABC):
         return sum(DTYPE_BYTES[dtype] * math.prod(shape) for dtype, shape in self.tensors(spec).values())
 
     @abstractmethod
-    def encode(self, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Return the tensors of one linear as the client expects them: {suffix: tensor}."""
 
     @abstractmethod
-    def decode(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+    def decode(self, tensors: Tensors) -> QuantizedWeight:
         """Return the weight that the stored tensors hold. Raises QuantkitError if they do not fit one
         another."""
 
-    def with_floats(
-        self, tensors: Mapping[str, torch.Tensor], floats: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def with_floats(self, tensors: Tensors, floats: Tensors) -> dict[str, Tensor]:
         """Return a linear's stored tensors with new floating-point parameters, rounded to the stored
         precision. floats: keyed as in the grid's `floats`. Codes and sizes stay the same."""
         weight = self.decode(tensors)
         encoded = self.encode(weight.with_floats(weight.grid.storable(floats)))
         return {name: encoded[name] if name in self.floats else tensors[name] for name in tensors}
 
-    def values(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def values(self, tensors: Tensors) -> Tensor:
         """Return the dequantized weight, float32 `[out, in]`: the same as `decode(tensors).values()`."""
         return self.decode(tensors).values()
 
     def module(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        bias: torch.Tensor | None,
-        values: torch.Tensor | None = None,
-        products: bool = False,
+        self, tensors: Tensors, bias: Tensor | None, values: Tensor | None = None, products: bool = False
     ) -> nn.Module | None:
         """Return a module that quantizes its inputs as clients do; None if clients only multiply with the
         decoded weight. values: the decoded weight in the precision of the input, if it is decoded already.
@@ -247,7 +239,7 @@ class WeightsOnly:
     def at(self, linear: str) -> WeightsOnly:
         return WeightsOnly(self.layout.at(linear))
 
-    def values(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def values(self, tensors: Tensors) -> Tensor:
         return self.layout.values(tensors)
 
     def module(self, *linear: Any) -> None:
@@ -302,7 +294,7 @@ def group_by_linear(layout: Layout | None, names: Iterable[str]) -> dict[str, di
 
 
 @contextmanager
-def naming_errors(linear: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def naming_errors(linear: str, tensors: Tensors) -> Iterator[None]:
     """Turn errors of decoding into QuantkitError with the names of the linear and its tensors: downloaded
     files may hold any types and shapes. Out-of-memory errors pass unchanged."""
     try:
@@ -315,7 +307,7 @@ def naming_errors(linear: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[
         raise QuantkitError(what, "download the checkpoint again", UNSUPPORTED) from error
 
 
-def damaged(tensors: Mapping[str, torch.Tensor], why: str) -> QuantkitError:
+def damaged(tensors: Tensors, why: str) -> QuantkitError:
     """Return the error for a linear with invalid stored tensors."""
     linear = getattr(tensors, "linear", "")
     hint = "the file is damaged, or config.json belongs to another checkpoint: download both again"
@@ -328,7 +320,7 @@ def stored_as(tensor: Any) -> tuple[str, tuple[int, ...]]:
     return dtype, tuple(tensor.shape)
 
 
-def checked_spec(tensors: Mapping[str, torch.Tensor], holder: Any) -> LinearSpec:
+def checked_spec(tensors: Tensors, holder: Any) -> LinearSpec:
     """Return shape, bits and groups of a linear after comparing its stored tensors with `holder.tensors`.
 
     Scales may have any float type, and a scalar may replace a tensor with one number. holder: a layout or a

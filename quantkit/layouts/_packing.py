@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quantkit.layouts import LinearSpec, damaged
+from quantkit.layouts import LinearSpec, Tensors, damaged
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +121,7 @@ def unpack_planes(words: Tensor, widths: Sequence[int], count: int) -> Tensor:
 
 
 def column_groups(
-    tensors: Mapping[str, Tensor], part: str, stored: Tensor | None, spec: LinearSpec, device: torch.device
+    tensors: Tensors, part: str, stored: Tensor | None, spec: LinearSpec, device: torch.device
 ) -> Tensor | None:
     """Return the group of each column, int64 `[in]`; None if groups are consecutive columns of equal size.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, require
-from quantkit.layouts import Layout, LinearSpec, Numbers, Table, Width, not_converted, spec_of_shape
+from quantkit.layouts import Layout, LinearSpec, Numbers, Table, Tensors, Width, not_converted, spec_of_shape
 from quantkit.layouts._packing import no_whole_words, pack, unpack, words
 
 if TYPE_CHECKING:
@@ -64,10 +64,8 @@ class AwqLayout(Layout):
         return no_whole_words(spec, "out_features")
 
     def tensors(self, spec: LinearSpec) -> Table:
-        columns, groups = (
-            words(spec.out_features, spec.grid.bits),
-            -(-spec.in_features // spec.grid.group_size),
-        )
+        columns = words(spec.out_features, spec.grid.bits)
+        groups = -(-spec.in_features // spec.grid.group_size)
         return {
             "qweight": ("I32", (spec.in_features, columns)),
             "qzeros": ("I32", (groups, columns)),
@@ -93,7 +91,7 @@ class AwqLayout(Layout):
     def numbers(self) -> Numbers:
         return BITS, max(0, self.group_size) or None
 
-    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    def decode(self, tensors: Tensors) -> QuantizedWeight:
         from quantkit.grids.affine import AffineGrid, AffineParams
         from quantkit.grids.grid import QuantizedWeight
 

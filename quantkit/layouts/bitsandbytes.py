@@ -17,7 +17,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, require
-from quantkit.layouts import Layout, LinearSpec, Table, Width, not_converted, spec_of_shape, stored_as
+from quantkit.layouts import (
+    Layout,
+    LinearSpec,
+    Table,
+    Tensors,
+    Width,
+    not_converted,
+    spec_of_shape,
+    stored_as,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -65,7 +74,7 @@ class Int8Layout(Layout):
         rows, columns = tensors["weight"].shape
         return spec_of_shape(rows, columns, Width(8, columns))
 
-    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    def decode(self, tensors: Tensors) -> QuantizedWeight:
         import torch
 
         from quantkit.grids.grid import QuantizedWeight
@@ -79,9 +88,8 @@ class Int8Layout(Layout):
         return QuantizedWeight(Int8Grid(spec.in_features), codes, params)
 
     def module(
-        self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None,
-        products: bool = False,
-    ) -> nn.Module:  # fmt: skip
+        self, tensors: Tensors, bias: Tensor | None, values: Tensor | None = None, products: bool = False
+    ) -> nn.Module:
         from quantkit.grids.int8 import Int8Linear
 
         return Int8Linear(tensors["weight"], tensors["SCB"].float(), bias, self.threshold, products)
@@ -156,14 +164,14 @@ class Nf4Layout(Layout):
         text = _state(*weight.codes.shape, offset)
         return tensors | {STATE: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
-    def with_floats(self, tensors: Mapping[str, Tensor], floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def with_floats(self, tensors: Tensors, floats: Tensors) -> dict[str, Tensor]:
         """See `Layout.with_floats`. The JSON text keeps its length when the offset in it changes."""
         encoded = super().with_floats(tensors, floats)
         if "offset" in floats:
             encoded[STATE] = _with_offset(tensors[STATE], floats["offset"].item())
         return encoded
 
-    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    def decode(self, tensors: Tensors) -> QuantizedWeight:
         """Invert `encode` exactly. Raises QuantkitError if sizes do not fit or the table is not NF4's."""
         import torch
 
@@ -181,7 +189,7 @@ class Nf4Layout(Layout):
         params = NestedParams.of(absmax, tensors["weight.nested_absmax"], offset)
         return QuantizedWeight(Nf4Grid(), codes, params)
 
-    def sizes(self, tensors: Mapping[str, Tensor]) -> LinearSpec:
+    def sizes(self, tensors: Tensors) -> LinearSpec:
         return spec_of_shape(*_read_state(tensors[STATE])["shape"], Width(4, BLOCK))
 
     def checked_spec(self, tensors: Mapping[str, Any]) -> LinearSpec:

@@ -9,12 +9,12 @@ one scale per token and 128 columns. Scales in E8M0 can be read, but are not wri
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.errors import UNSUPPORTED, require
-from quantkit.layouts import LinearSpec, kept_names
+from quantkit.layouts import LinearSpec, Tensors, kept_names
 from quantkit.layouts.compressed_tensors import Renamed
 from quantkit.layouts.compressed_tensors.floats import FloatQuantized
 from quantkit.layouts.compressed_tensors.forms import Numbers
@@ -38,9 +38,8 @@ class Fp8Layout(Renamed):
     whole_blocks = ("out_features",)
 
     def module(
-        self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None,
-        products: bool = False,
-    ) -> nn.Module:  # fmt: skip
+        self, tensors: Tensors, bias: Tensor | None, values: Tensor | None = None, products: bool = False
+    ) -> nn.Module:
         from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear
 
         weight = self.values(tensors) if values is None else values

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import __version__
 from quantkit.errors import RUNTIME, UNSUPPORTED, QuantkitError, compiled, require
-from quantkit.layouts import Layout, LinearSpec, Numbers, Table, Width, fusions, spec_of_shape
+from quantkit.layouts import Layout, LinearSpec, Numbers, Table, Tensors, Width, fusions, spec_of_shape
 from quantkit.layouts._packing import WORD, column_groups, no_whole_words, pack_planes, unpack_planes, words
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class GptqLayout(Layout):
     def numbers(self) -> Numbers | None:
         return (self.bits, max(0, self.group_size) or None) if self.rules is not None else None
 
-    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    def decode(self, tensors: Tensors) -> QuantizedWeight:
         """Invert `encode` exactly. Without `g_idx`, groups are consecutive columns."""
         from quantkit.grids.affine import AffineGrid, AffineParams
         from quantkit.grids.grid import QuantizedWeight

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, require
-from quantkit.layouts import DTYPES, Layout, LinearSpec, Table, Width, spec_of_shape
+from quantkit.layouts import DTYPES, Layout, LinearSpec, Table, Tensors, Width, spec_of_shape
 from quantkit.layouts._packing import WORD, pack, unpack, words
 from quantkit.layouts.compressed_tensors.floats import MxFp4Packed, MxFp8, NvFp4Packed
 
@@ -131,7 +131,7 @@ class MlxLayout(Layout):
             raise ValueError
         return spec_of_shape(out_features, groups * self.group_size, Width(self.bits, self.group_size))
 
-    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    def decode(self, tensors: Tensors) -> QuantizedWeight:
         import torch
 
         from quantkit.grids.biased import BiasedGrid, BiasedParams

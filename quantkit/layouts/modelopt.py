@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from quantkit.errors import UNSUPPORTED, require
-from quantkit.layouts import LinearSpec, Table, damaged, kept_names
+from quantkit.layouts import LinearSpec, Table, Tensors, damaged, kept_names
 from quantkit.layouts.compressed_tensors import Renamed
 from quantkit.layouts.compressed_tensors.floats import FloatQuantized, NvFp4Packed
 from quantkit.layouts.compressed_tensors.forms import Form
@@ -63,7 +63,7 @@ class ModelOptLayout(Renamed):
         factors = FACTORS.values() if "weight_scale_2" in tensors else ()
         return {suffix: 1 / tensor if suffix in factors else tensor for suffix, tensor in tensors.items()}
 
-    def translated(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def translated(self, tensors: Tensors) -> dict[str, Tensor]:
         """Return the tensors as the form stores them. Raises QuantkitError unless factors are above 0."""
         stored = super().translated(tensors)
         for suffix in stored.keys() & FACTORS.keys():
@@ -72,7 +72,7 @@ class ModelOptLayout(Renamed):
             stored[suffix] = 1 / stored[suffix].float()
         return stored
 
-    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    def decode(self, tensors: Tensors) -> QuantizedWeight:
         """Invert `encode` exactly. If `weight_scale_2` is no power of two, as ModelOpt writes it, the scales
         become products, rounded as there. Raises QuantkitError if the tensors do not fit each other."""
         weight = super().decode(tensors)

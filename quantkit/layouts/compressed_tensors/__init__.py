@@ -19,6 +19,7 @@ from quantkit.layouts import (
     Numbers,
     Statistic,
     Table,
+    Tensors,
     checked_spec,
     damaged,
     fusions,
@@ -99,7 +100,7 @@ class CompressedTensorsLayout(Layout):
         assert weight.column_group is None, "columns reordered across groups are not written"
         return self.form.encode(weight)
 
-    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    def decode(self, tensors: Tensors) -> QuantizedWeight:
         """Invert `encode` exactly; also decode what llm-compressor's presets write.
 
         Raises QuantkitError naming the tensor whose type or size does not fit the others or the scheme.
@@ -109,7 +110,7 @@ class CompressedTensorsLayout(Layout):
     def checked_spec(self, tensors: Mapping[str, Any]) -> LinearSpec:
         return checked_spec(tensors, self._form(tensors))
 
-    def sizes(self, tensors: Mapping[str, Tensor]) -> LinearSpec:
+    def sizes(self, tensors: Tensors) -> LinearSpec:
         return self._form(tensors).sizes(tensors)
 
     @property
@@ -120,7 +121,7 @@ class CompressedTensorsLayout(Layout):
             return None
         return form.bits, form.group_size if form.group_size > 0 else None
 
-    def _form(self, tensors: Mapping[str, Tensor]) -> Form:
+    def _form(self, tensors: Tensors) -> Form:
         """Return the stored configuration's form; without a configuration, the form that the tensors show."""
         if self.scheme:
             return self.form
@@ -131,9 +132,8 @@ class CompressedTensorsLayout(Layout):
         raise damaged(tensors, f"{', '.join(tensors)} are of another form than {self.form.NAME}")
 
     def module(
-        self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None,
-        products: bool = False,
-    ) -> nn.Module | None:  # fmt: skip
+        self, tensors: Tensors, bias: Tensor | None, values: Tensor | None = None, products: bool = False
+    ) -> nn.Module | None:
         form = self.scheme.form if self.scheme else self._form(tensors)
         entry = None if self.scheme else form.activations()
         numbers = self.scheme.activations if self.scheme else entry and schemes.numbers("activations", entry)
@@ -215,18 +215,17 @@ class Renamed(CompressedTensorsLayout):
         table = self.tensors(self.sizes(tensors))
         return {suffix: tensor.view(table[suffix][1]) for suffix, tensor in tensors.items()}
 
-    def translated(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def translated(self, tensors: Tensors) -> dict[str, Tensor]:
         """Return the tensors under the names and in the shapes of the form."""
         table = self.form.tensors(self.checked_spec(tensors)).items()
         return {name: tensors[self.renamed.get(name, name)].reshape(shape) for name, (_, shape) in table}
 
-    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    def decode(self, tensors: Tensors) -> QuantizedWeight:
         return self.form.decode(self.translated(tensors), self.sizes(tensors))
 
     def module(
-        self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None,
-        products: bool = False,
-    ) -> nn.Module | None:  # fmt: skip
+        self, tensors: Tensors, bias: Tensor | None, values: Tensor | None = None, products: bool = False
+    ) -> nn.Module | None:
         values = self.values(tensors) if values is None and self.form.activations() else values
         return super().module(self.translated(tensors), bias, values)
 

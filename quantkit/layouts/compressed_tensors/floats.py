@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, require
-from quantkit.layouts import LinearSpec, Statistic, Table, Width, damaged, spec_of_shape
+from quantkit.layouts import LinearSpec, Statistic, Table, Tensors, Width, damaged, spec_of_shape
 from quantkit.layouts._packing import column_groups
-from quantkit.layouts.compressed_tensors.forms import Form, Numbers, Tensors, described
+from quantkit.layouts.compressed_tensors.forms import Form, Numbers, described
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,17 +6,10 @@ made. Format: compressed-tensors 0.20 `compressors`, `quant_scheme.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from quantkit.layouts import LinearSpec, Statistic, Width, spec_of_shape
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-Tensors = Mapping[str, "Tensor"]
+from quantkit.layouts import LinearSpec, Statistic, Tensors, Width, spec_of_shape
 
 
 @dataclass(frozen=True)

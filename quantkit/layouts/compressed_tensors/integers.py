@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from quantkit.layouts import LinearSpec, OutOfReach, Table, Width, damaged, spec_of_shape
+from quantkit.layouts import LinearSpec, OutOfReach, Table, Tensors, Width, damaged, spec_of_shape
 from quantkit.layouts._packing import WORD, column_groups, no_whole_words, pack, unpack, words
-from quantkit.layouts.compressed_tensors.forms import Form, Numbers, Tensors, described
+from quantkit.layouts.compressed_tensors.forms import Form, Numbers, described
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,11 +6,11 @@ adds `X.ggml_scale`, float32 `[1]`, by which the whole matrix is multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantkit.layouts import Layout, LinearSpec, Table, damaged, spec_of_shape
+from quantkit.layouts import Layout, LinearSpec, Table, Tensors, damaged, spec_of_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,7 @@ class GgmlLayout(Layout):
         blocks = {"ggml": ("U8", (spec.out_features, row_bytes(spec.grid.name, spec.in_features)))}
         return blocks | ({"ggml_scale": ("F32", (1,))} if spec.grid.joint else {})
 
-    def sizes(self, tensors: Mapping[str, Tensor]) -> LinearSpec:
+    def sizes(self, tensors: Tensors) -> LinearSpec:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         from quantkit.grids.ggml import TYPES, named
@@ -72,7 +72,7 @@ class GgmlLayout(Layout):
             tensors["ggml_scale"] = 1 / weight.params.divisor.flatten()[:1]
         return tensors
 
-    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    def decode(self, tensors: Tensors) -> QuantizedWeight:
         from quantkit.grids.grid import QuantizedWeight
         from quantkit.layouts.ggml.blocks import unpack
 
