@@ -7,7 +7,7 @@ as in C, and no multiply-add is fused.
 `scale` and `low`: `x ≈ scale * code - low`. Signed searches have no `low`, and codes in -nmax .. nmax - 1.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -254,7 +254,7 @@ def _descend(x: Tensor, weights: Tensor, code: Tensor, bounds: tuple, squares_po
         code.remainder_(256)
     kept = []  # groups leave when a round does not change them: no later round would
     for _ in range(ROUNDS):
-        changed = _choose_again(*parts, bounds, squares_positive)
+        changed = _choose_again(parts, bounds, squares_positive)
         if changed.device.type != "cpu":
             continue  # all groups: their selection would wait for the device
         changed = changed.nonzero()[:, 0]
@@ -268,17 +268,9 @@ def _descend(x: Tensor, weights: Tensor, code: Tensor, bounds: tuple, squares_po
     return torch.where(sum_l2 > 0, sum_lx / sum_l2, 0.0)
 
 
-def _choose_again(
-    x: Tensor,
-    weights: Tensor,
-    weighted: Tensor,
-    code: Tensor,
-    sum_lx: Tensor,
-    sum_l2: Tensor,
-    bounds: tuple,
-    squares_positive: bool,
-) -> Tensor:
-    """Run one round; change `code`, `Σ w x l` and `Σ w l²` in place. Returns which groups changed."""
+def _choose_again(parts: Sequence[Tensor], bounds: tuple, squares_positive: bool) -> Tensor:
+    """Run one round; change the last three parts in place. Returns which groups changed."""
+    x, weights, weighted, code, sum_lx, sum_l2 = parts
     changed = torch.zeros_like(sum_lx, dtype=torch.bool)
     own = weighted * code, (weights * code).mul_(code)
     for x_i, w_i, wx_i, l_i, lx_i, l2_i in zip(x, weights, weighted, code, *own, strict=True):
