@@ -126,10 +126,8 @@ def _names(path: Path, metadata: Mapping[str, Any], infos: Mapping[str, TensorIn
         what = metadata.get("general.architecture")
         _refuse(path, f"it is a model, of architecture {what}" if what else f"no tensor ends in {SUMS}")
     missing = [key for key in (DATASETS, CHUNK_COUNT, CHUNK_SIZE) if key not in metadata]
-    missing += [name + COUNTS for name in names if name + COUNTS not in infos]
-    missing += [
-        name for name in infos if name.endswith(COUNTS) and name.removesuffix(COUNTS) + SUMS not in infos
-    ]
+    counted = [name.removesuffix(COUNTS) for name in infos if name.endswith(COUNTS)]
+    missing += [name + COUNTS for name in sorted({*names} ^ {*counted})]
     if missing:
         _refuse(path, f"half of it is missing: {name_all(missing)}")
     if not all(type(metadata[key]) is int for key in (CHUNK_COUNT, CHUNK_SIZE)):
