@@ -87,13 +87,11 @@ def widens(device: torch.device) -> bool:
     return hasattr(torch.ops.aten.mm, "dtype") and has("aten::mm.dtype", key)  # from torch 2.8 on
 
 
-@contextmanager
-def narrow_products(values: Tensor) -> Iterator[None]:
+def narrow_products(values: Tensor) -> AbstractContextManager:
     """Let a CPU with bfloat16 instructions multiply float32 matrices in bfloat16, with float32 sums, if
     `values` are bfloat16. This is exact for matrices of bfloat16 values. For accelerators see `widens`."""
     narrow = values.is_cpu and values.dtype == torch.bfloat16 and processor.has_bfloat16()
-    with _precision("medium" if narrow else None):
-        yield
+    return _precision("medium" if narrow else None)
 
 
 class _Widened(TorchFunctionMode):
@@ -113,11 +111,9 @@ def bfloat16_linears(dtype: torch.dtype, device: torch.device) -> AbstractContex
     return _Widened() if emulated else nullcontext()
 
 
-@contextmanager
-def tf32_products(device: torch.device) -> Iterator[None]:
+def tf32_products(device: torch.device) -> AbstractContextManager:
     """Let a CUDA device round the operands of float32 products to TF32's 11 bits, with float32 sums."""
-    with _precision("high" if device.type == "cuda" else None):
-        yield
+    return _precision("high" if device.type == "cuda" else None)
 
 
 @contextmanager
