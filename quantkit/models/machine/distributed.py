@@ -199,11 +199,6 @@ def largest_(tensor: Tensor) -> Tensor:
     return _reduced(tensor, "MAX")
 
 
-def least(value: int) -> int:
-    """Return the smallest value over all ranks."""
-    return min(all_gather(value))
-
-
 def broadcast(work: Callable[[], T]) -> T:
     """Run `work` on rank 0 and return its result on all ranks. Inside `work` the other ranks wait for the
     result, so a broadcast there only runs its own work."""

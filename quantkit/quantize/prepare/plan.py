@@ -148,8 +148,9 @@ class FreeMemory:
         """Return the smallest free memory over all ranks, within --max-memory."""
         limit = Limit.of(None if max_memory is None else size_bytes(max_memory, "--max-memory"))
         limits = [limit.left] if limit else []
-        host = distributed.least(min([host_memory(), *limits]))
-        free = distributed.least(min([free_memory(device), *([] if is_accelerator(device) else limits)]))
+        host = min(distributed.all_gather(min([host_memory(), *limits])))
+        free = min([free_memory(device), *([] if is_accelerator(device) else limits)])
+        free = min(distributed.all_gather(free))
         return FreeMemory(free, host, device, limit)
 
     def holds(self, peak: Peak, share: float = 1.0) -> bool:
