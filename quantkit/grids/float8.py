@@ -14,17 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantkit.grids.fp4 import MX_BLOCK, MxFp4Grid, mx_scale
+from quantkit.grids.fp4 import FLOAT8, LARGEST_FLOAT8, MX_BLOCK, MxFp4Grid, mx_scale
 from quantkit.grids.grid import Grid, by_rows, matrix
 
-FLOAT8 = torch.float8_e4m3fn
-LARGEST_FLOAT8, TOP = 448.0, 8  # the floor of its binary logarithm
+TOP = 8  # floor of the binary logarithm of LARGEST_FLOAT8
 SMALLEST_NORMAL = 2.0**-6  # that is normal: below, levels lie as far apart as there
 NAN, UPPER_EXPONENT = 0x7F, 0x4000  # a byte without its sign; the first bit of a float16's exponent
 WHOLE = 1 << 31  # more rows than a matrix has: all of them share a scale
-STRETCHES = tuple(
-    1 + k / 16 for k in range(16)
-)  # factors of a scale; twice the scale has the same levels, one exponent lower
+# Factors of a scale; twice the scale has the same levels, one exponent lower.
+STRETCHES = tuple(1 + k / 16 for k in range(16))
 EXPONENT, SHIFT, HALF = 0x7F800000, 20 << 23, 0x400000  # bits of a float32; 20 of its 23 digits are cut off
 
 

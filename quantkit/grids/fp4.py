@@ -35,7 +35,7 @@ SIGN = 8  # bit of a code
 POWERS_OF_TWO = "its scales are powers of two, too far apart to be trained"
 
 FLOAT8 = torch.float8_e4m3fn
-E4M3_MAX = 448.0
+LARGEST_FLOAT8 = 448.0
 E4M3_MIN = 2.0**-9  # smallest above 0 (subnormal)
 # Scales of the largest weights are at most that: half as much again also fits, and ggml's own encoder takes
 # what is above 256 for the largest scale there is.
@@ -189,10 +189,10 @@ class NvFp4Grid(Divided, Fp4Grid):
         return codes.to(torch.uint8).view(FLOAT8).float()
 
     def _storable(self, scale: Tensor) -> Tensor:
-        return scale.clamp(E4M3_MIN, E4M3_MAX).to(FLOAT8).float()
+        return scale.clamp(E4M3_MIN, LARGEST_FLOAT8).to(FLOAT8).float()
 
     def clipped(self, params: Fp4Params) -> int:
-        return int((params.scale >= E4M3_MAX).sum())
+        return int((params.scale >= LARGEST_FLOAT8).sum())
 
 
 def mx_scale(largest: Tensor, top: int, limit: float = 1.75) -> Tensor:

@@ -109,9 +109,8 @@ class Int8Linear(nn.Module):
         self, codes: Tensor, absmax: Tensor, bias: Tensor | None, threshold: float, products: bool = False
     ):
         super().__init__()
-        self.register_buffer("codes", codes, persistent=False)
-        self.register_buffer("absmax", absmax, persistent=False)
-        self.register_buffer("bias", bias, persistent=False)
+        for name, tensor in {"codes": codes, "absmax": absmax, "bias": bias}.items():
+            self.register_buffer(name, tensor, persistent=False)
         self.threshold, self.products = threshold, products
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids import fp4
-from quantkit.grids.fp4 import E4M3_MIN, FLOAT8, Fp4Levels, MxFp4Grid, NvFp4Grid
+from quantkit.grids.fp4 import E4M3_MIN, Fp4Levels, MxFp4Grid, NvFp4Grid
 from quantkit.grids.ggml.block import BlockGrid, Blocks, Encoded, join, split
 from quantkit.grids.ggml.params import Scale
 from quantkit.grids.grid import Grid
@@ -81,6 +81,7 @@ class Nvfp4Blocks(fp4.Divided, Fp4Blocks):
     """NVFP4."""
 
     divisor: float | None = None
+    _storable = NvFp4Grid._storable
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> E4m3Scales:
         """Return, for every 16 weights, the best scale near the scale that fits the largest weight."""
@@ -104,9 +105,6 @@ class Nvfp4Blocks(fp4.Divided, Fp4Blocks):
     def floats(self, params: E4m3Scales) -> dict[str, Tensor]:
         """Return the stored scales, not divided by the divisor."""
         return {"scales": params.scales}
-
-    def _storable(self, scales: Tensor) -> Tensor:
-        return scales.clamp(E4M3_MIN, fp4.E4M3_MAX).to(FLOAT8).float()
 
     def _encode(self, blocks: Blocks) -> Encoded:
         n = blocks.x.shape[1]
