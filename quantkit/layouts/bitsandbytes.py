@@ -147,10 +147,7 @@ class Nf4Layout(Layout):
         from quantkit.grids.nf4 import TABLE, dynamic_map
 
         params, pairs = weight.params, weight.codes.reshape(-1, 2)
-        tensors = {
-            "weight": pairs[:, :1] << 4 | pairs[:, 1:],
-            "weight.quant_map": torch.tensor(TABLE),
-        }
+        tensors = {"weight": pairs[:, :1] << 4 | pairs[:, 1:], "weight.quant_map": torch.tensor(TABLE)}
         offset = None
         if self.double_quant:
             offset = params.offset.flatten()[0].item()

@@ -244,9 +244,9 @@ def refuse_tokenizer_file(path: Path) -> None:
         raise _refused(path, f"has merges without its continuing_subword_prefix {prefix!r}")
 
 
-def _refused(path: Path, why: str) -> QuantkitError:
+def _refused(what: object, why: str) -> QuantkitError:
     hint = "it is damaged or not to be trusted: download it again"
-    return QuantkitError(f"{path} {why}", hint, UNSUPPORTED)
+    return QuantkitError(f"{what} {why}", hint, UNSUPPORTED)
 
 
 def refuse_growth(tokenizer: Any) -> None:
@@ -256,9 +256,8 @@ def refuse_growth(tokenizer: Any) -> None:
     if normalizer is None:
         return
     grown = _growth(json.loads(normalizer.__getstate__()))
-    what = f"the model's tokenizer makes up to {min(grown, 1e9):,.0f} characters of one"
-    hint = "its tokenizer.json is damaged or not to be trusted: download it again"
-    require(grown <= GROWTH, what, hint, UNSUPPORTED)
+    if grown > GROWTH:
+        raise _refused("the model's tokenizer", f"makes up to {min(grown, 1e9):,.0f} characters of one")
 
 
 def _growth(normalizer: dict) -> float:

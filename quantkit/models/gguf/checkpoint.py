@@ -246,10 +246,7 @@ def _scales(stored: Mapping[str, TensorInfo], targets: list[Target]) -> dict[str
 
 
 def _described(
-    source: str,
-    metadata: Mapping[str, Any],
-    stored: Mapping[str, TensorInfo],
-    factors: Mapping[str, Tensor],
+    source: str, metadata: Mapping[str, Any], stored: Mapping[str, TensorInfo], factors: Mapping[str, Tensor]
 ) -> tuple[transformers.PretrainedConfig, list[Target]]:
     """Return the configuration of the model and the tensors that the file should hold."""
     try:

@@ -43,10 +43,7 @@ def metadata(arch: Architecture, config: PretrainedConfig) -> dict[str, Any]:
         raise arch.inexpressible(f"{kind} with {name_all(unsupported)}")
     if partial != 1.0 and not arch.partial_rotary:
         raise arch.inexpressible(f"rotating {partial:g} of each head")
-    keys: dict[str, Any] = {
-        "rope.dimension_count": dimensions,
-        "rope.freq_base": float(rope["rope_theta"]),
-    }
+    keys: dict[str, Any] = {"rope.dimension_count": dimensions, "rope.freq_base": float(rope["rope_theta"])}
     if sliding is not None:
         if sliding["rope_type"] != "default":
             raise arch.inexpressible("scaled rotary embeddings in blocks with sliding attention")
