@@ -241,8 +241,7 @@ def by_rows(work: Callable[..., Tensor], out: Tensor, *parts: Tensor) -> Tensor:
 
 
 def map_rows(work: Callable[..., Tensor], dtype: torch.dtype, first: Tensor, *parts: Tensor) -> Tensor:
-    """Return the result of `by_rows` in a new tensor with the shape of `first`; all rows at once where
-    autograd follows."""
+    """Return the result of `by_rows` in a tensor like `first`; all rows at once where autograd follows."""
     if any(part.requires_grad for part in parts):
         return work(first, *parts)
     return by_rows(work, torch.empty(first.shape, dtype=dtype, device=first.device), first, *parts)

@@ -105,16 +105,14 @@ class Nf4Grid(TableLevels):
         return map_rows(work, torch.float32, codes, params.absmax)
 
     def scaled(self, params: Nf4Params | NestedParams, factor: Tensor) -> Nf4Params | NestedParams:
-        """Return absmax times `factor [rows]`; if double-quantized, the nearest value that its block
-        stores."""
+        """Return absmax times `factor [rows]`; if double-quantized, the nearest in its block."""
         if not self.double_quant:
             return Nf4Params(params.absmax * factor)
         exact = (params.absmax * factor - params.offset) * _inverse(params.nested)
         return NestedParams(_nearest_dynamic(exact), params.nested, params.offset)
 
     def floats(self, params: Nf4Params | NestedParams) -> dict[str, Tensor]:
-        """Return absmax `[out, groups]`; if double-quantized, nested absmax `[blocks]` and offset `[1]`
-        instead."""
+        """Return absmax `[out, groups]`, or if double-quantized nested absmax `[blocks]` and offset `[1]`."""
         if isinstance(params, Nf4Params):
             return {"absmax": params.absmax}
         return {"nested": params.nested.flatten()[::NESTED_BLOCK], "offset": params.offset.flatten()[:1]}

@@ -151,8 +151,7 @@ class MlxLayout(Layout):
         return {"quant_method": NAME} | self._entry(self) | self.entries
 
     def configured(self, config: Mapping[str, Any], quantization: dict) -> dict:
-        """Return config.json with `quantization`, which mlx-lm reads, and the same as
-        `quantization_config`."""
+        """Return config.json with `quantization`, which mlx-lm reads, and an equal `quantization_config`."""
         entry = {key: value for key, value in quantization.items() if key != "quant_method"}
         return super().configured(config, quantization) | {"quantization": entry}
 

@@ -74,8 +74,7 @@ def load(
     are left out if the tokenizer has no words for their language, such as Korean in English models. If the
     tokenizer begins texts with a BOS token, every sequence begins with it. offline: read datasets of the hub
     from the local cache. held_back: how many further tokens of the text to hold back. Raises QuantkitError if
-    the text is missing, empty, or shorter than one sequence. If it gives fewer sequences than requested, the
-    result has a warning.
+    the text is missing, empty, or shorter than one sequence. Fewer sequences than requested give a warning.
     """
     positive = options.samples > 0 and (options.seqlen is None or options.seqlen > 1)
     require(positive, "--samples must be 1 or more, --seqlen 2 or more", "try 128 and 512", USAGE)
@@ -116,8 +115,7 @@ def load(
 
 
 def shipped_held_out(checkpoint: Checkpoint, count: int) -> HeldBack | None:
-    """Return about `count` tokens of the shipped held-out text; None if the checkpoint's tokenizer does not
-    load, or is another model's."""
+    """Return about `count` tokens of the shipped held-out text; None without a tokenizer that fits."""
     try:
         tokenizer = checkpoint.tokenizer
     except QuantkitError:  # the job does not need it
@@ -132,8 +130,7 @@ def shipped_held_out(checkpoint: Checkpoint, count: int) -> HeldBack | None:
 def _held_back(
     checkpoint: Checkpoint, stream: list[int], count: int, longest: int, bos: int | None
 ) -> Tensor:
-    """Return at most `count` tokens in sequences of equal length, without those that have a token beyond the
-    embedding."""
+    """Return at most `count` tokens in sequences of equal length, none with a token beyond the embedding."""
     length = min(HELD_BACK, longest, count)
     tokens = _slice(stream, count // length, length, bos)
     return tokens[(tokens < checkpoint.text_config.vocab_size).all(1)]

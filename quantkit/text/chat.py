@@ -27,8 +27,7 @@ class Conversation:
 
 
 def column_of(columns: Iterable[str], requested: str) -> str | None:
-    """Return the column with a row's text: `requested`; if that is the default, also a chat column. None if
-    there is none."""
+    """Return the column of texts: `requested`, or for the default a chat column; None if there is none."""
     candidates = (requested, *(COLUMNS if requested == CalibrationOptions.text_column else ()))
     columns = list(columns)
     return next((name for name in candidates if name in columns), None)
@@ -45,8 +44,7 @@ class ChatTemplate:
         self._today = today
 
     def render(self, conversation: Conversation, answer: bool = False) -> str:
-        """Return the conversation as text with special tokens. answer: end with the beginning of the model's
-        next answer.
+        """Return the conversation as text with special tokens. answer: end where the next answer begins.
 
         Raises QuantkitError if the model has no template, or if the template rejects the messages.
         """

@@ -149,8 +149,7 @@ def _text(path: Path, size: int) -> Iterator[str]:
 
 @contextmanager
 def opened(path: Path, what: str = "calibration text", hint: str = ELSEWHERE) -> Iterator[TextIO]:
-    """Open a UTF-8 text file, with or without a byte order mark; raise QuantkitError for errors, also while
-    reading. what: name of the text."""
+    """Open a UTF-8 text file. Raises QuantkitError, also while reading. what: name of the text."""
     try:
         refuse_irregular(path)
         with open(path, encoding="utf-8-sig") as file:
@@ -215,8 +214,7 @@ def _csv(path: Path, dialect: str, *about: str) -> Iterator[Row]:
 
 
 def _parquet(path: Path, requested: str, seed: int | None) -> Iterator[Row]:
-    """Yield the rows of a parquet file with the columns that a document needs. seed: order of row groups;
-    None: as stored."""
+    """Yield a parquet file's rows, with the columns needed. seed: order of row groups; None: as stored."""
     import pyarrow
     from pyarrow import parquet
 
@@ -310,8 +308,7 @@ def _no_text(where: str, column: str, has: Iterable[str]) -> QuantkitError:
 
 
 def _cut(text: str, size: int) -> Iterator[str]:
-    """Yield pieces of at least `size` characters and at most twice as many, cut at the end of a line, else of
-    a word, else anywhere."""
+    """Yield pieces of `size` to twice as many characters, cut after a line, else a word, else anywhere."""
     start = 0
     while start < len(text):
         limit = start + 2 * size

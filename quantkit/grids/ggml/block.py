@@ -32,8 +32,7 @@ class Blocks:
 
 
 def split(x: Tensor, size: int) -> Tensor:
-    """Convert `[group_size, blocks]` to `[size, sub-blocks * blocks]`: each sub-block of `size` weights
-    becomes a column."""
+    """Convert `[group_size, blocks]` to `[size, sub-blocks * blocks]`: a sub-block becomes a column."""
     return x.unflatten(0, (-1, size)).transpose(0, 1).reshape(size, -1)
 
 

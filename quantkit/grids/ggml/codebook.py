@@ -143,8 +143,7 @@ def _compare_rest(
     ids: Tensor, start: Tensor, count: Tensor, rank: int, best: Tensor, place: Tensor,
     x: Tensor, weights: Tensor, scale: Tensor, values: Tensor,
 ) -> None:  # fmt: skip
-    """Compare neighbours from `rank` on, for the few points that have more. Changes `best` and `place` in
-    place."""
+    """Compare neighbours from `rank` on, for the few points that have more; change `best` and `place`."""
     n, ranks = len(start), torch.arange(rank, int(count[0]), device=start.device)
     there = ranks < count[:, None]
     ids = ids[torch.where(there, start[:, None] + ranks, start[:, None])]  # [points, ranks]

@@ -2,9 +2,8 @@
 32 with a power of two, or of 64 with four e4m3 scales.
 
 ggml counts in halves: values are 0, 1, 2, 3, 4, 6, 8 and 12 times half a scale. Its own encoders fit the
-largest weight and ignore importance; `grids/fp4.py` searches. NVFP4 stores the scales of a matrix times a
-divisor. The tensor `NAME.scale` holds the divisor's reciprocal. Without a divisor most scales of a language
-model would be too small for e4m3.
+largest weight and ignore importance; `grids/fp4.py` searches. NVFP4 stores scales times a divisor, or most
+would be too small for e4m3; the tensor `NAME.scale` holds its reciprocal.
 """
 
 from dataclasses import dataclass, replace

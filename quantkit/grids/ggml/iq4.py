@@ -18,8 +18,7 @@ TRIES = 7
 
 @cache
 def _codes_by_half(device: torch.device) -> Tensor:
-    """Return the code of the nearest value for each `floor(2 x)` from -256 to 255: midpoints are multiples of
-    1/2 and round up."""
+    """Return the code of the nearest value for each `floor(2 x)` from -256 to 255; midpoints round up."""
     values = torch.tensor(VALUES)
     twice = torch.arange(-256, 256)
     return torch.bucketize(twice, values[1:] + values[:-1], right=True).to(device, torch.float32)

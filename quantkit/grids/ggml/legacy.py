@@ -21,8 +21,7 @@ def row_weights(blocks: Blocks) -> Tensor:
 
 
 def scaled(x: Tensor, d: Tensor, overflow: float) -> Tensor:
-    """Return `x * (1 / d)` as in C. If the inverse is infinite, return `overflow`, which gives the code
-    that C computes on x86, 0."""
+    """Return `x * (1 / d)` as in C. If `1 / d` is infinite, return `overflow` (code 0, as on x86)."""
     factor = inverse(d)
     product = x * factor
     if factor.isinf().any():

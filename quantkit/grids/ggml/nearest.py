@@ -107,8 +107,7 @@ class VectorSearch:
 
 
 def least(cost: Tensor) -> Tensor:
-    """Return the index of the least cost in each row of `cost [n, m]`, int64 `[n]`. (On a CPU torch takes
-    twenty times as long.)"""
+    """Return where each row of `cost [n, m]` is least, int64 `[n]`; numpy is 20 times as fast on a CPU."""
     if cost.device.type == "cpu":
         return torch.from_numpy(cost.numpy().argmin(1))
     return cost.argmin(1)

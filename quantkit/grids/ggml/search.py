@@ -208,8 +208,7 @@ def clear(code: Tensor, columns: Tensor) -> Tensor:
 
 def make_q3(x: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
     """Return signed scale and codes (make_q3_quants). In rounds, each code is chosen again, given the others,
-    so that `(Σ w x l)² / Σ w l²` grows, with w = x². The stored codes are `l + nmax`, or 0 in a group of
-    zeros."""
+    so that `(Σ w x l)² / Σ w l²` grows, with w = x². Codes as in make_qx."""
     largest = extreme(x)
     zero = largest.abs() < EPSILON
     weights = x * x

@@ -76,8 +76,7 @@ def _rounded(hidden: Tensor, numbers: Numbers, scale: Tensor) -> Tensor:
 
 
 def _rounded_fp4(groups: Tensor, divisor: Tensor | None) -> Tensor:
-    """Return `[..., groups, group_size]` rounded to 4-bit floats. divisor: `[1]`, NVFP4's divisor of the e4m3
-    scales; None for MXFP4."""
+    """Return `[..., groups, group_size]` rounded to 4-bit floats. divisor: `[1]`, NVFP4's; None for MXFP4."""
     largest = groups.abs().amax(-1, keepdim=True)
     if divisor is None:  # scale the largest value to 3.5 to 7 by a power of two, then clip at 6
         step = mx_scale(largest, 2)

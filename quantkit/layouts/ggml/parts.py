@@ -1,8 +1,7 @@
 """The parts of ggml blocks, bit by bit (llama.cpp, ggml-common.h).
 
 BLOCKS lists the parts of every type in order. `pack` of a part takes its integers or floats from `values`
-({name: `[blocks, n]`}) and returns bytes `[blocks, width]`. `unpack` is the inverse; bits that another part
-stores are 0.
+({name: `[blocks, n]`}) and returns bytes `[blocks, width]`. `unpack` inverts it; other parts' bits are 0.
 """
 
 from collections.abc import Mapping

@@ -33,9 +33,8 @@ class Checkpoint:
     """An open checkpoint folder: headers are read and checked, but no tensor is loaded.
 
     infos: file and offset (TensorInfo) by tensor name. config: the model's configuration without
-    quantization. layout: decodes quantized linears; None for a plain checkpoint. notes: remarks on the
-    files, which a job prints. seen: state of each file, recorded before reading. A head tied to the embedding
-    has no tensor (see `head.py`).
+    quantization. layout: decodes quantized linears; None for a plain checkpoint. notes: remarks on the files,
+    which a job prints. seen: state of each file before reading. A tied head has no tensor (see `head.py`).
     """
 
     source: str
@@ -197,8 +196,7 @@ class Checkpoint:
         self.copy(self.companions(), target)
 
     def copy(self, paths: Iterable[Path], target: Path) -> None:
-        """Copy files of the checkpoint into the folder `target`. Named chat templates keep their
-        subfolder."""
+        """Copy files of the checkpoint into the folder `target`; named chat templates into a subfolder."""
         for path in paths:
             copied = target / path.relative_to(self.folder)
             copied.parent.mkdir(exist_ok=True)

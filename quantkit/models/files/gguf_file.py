@@ -40,8 +40,7 @@ _broken = partial(broken, form="GGUF")
 
 
 def tensor_bytes(type: str, shape: Sequence[int]) -> int:
-    """Return the bytes of a tensor `[..., in]`. Raises ValueError unless the type's ggml blocks divide
-    `in`."""
+    """Return the bytes of a tensor `[..., in]`. Raises ValueError if the type's blocks do not divide `in`."""
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[type]]
     if shape[-1] % block:
         raise ValueError(f"{shape[-1]} columns are no whole blocks of {block} ({type})")

@@ -1,8 +1,7 @@
 """Read tensors of safetensors files with plain reads, not memory maps; each byte is read once.
 
 The pages of a mapped file count as the process's memory, and each whole shard as address space: under
-`ulimit -v` a model with a few large shards could not even be opened. Plain reads take only the tensor's own
-bytes.
+`ulimit -v` a model with a few large shards could not even be opened.
 """
 
 import math
@@ -25,8 +24,7 @@ Index = tuple[int | slice, ...]
 
 def tensor(info: TensorInfo, index: Index = ()) -> Tensor:
     """Return a tensor as it is stored, or its part `[index]`, for which only the bytes from the first to the
-    last row are read. Raises QuantkitError if the file is too short or torch lacks the dtype, OSError if the
-    file cannot be read."""
+    last row are read. Raises QuantkitError if the file is too short or torch lacks the dtype, or OSError."""
     what = f"{info.name} is stored as {info.dtype}, a type that torch lacks"
     require(info.dtype in DTYPES, what, "convert it first")
     dtype = DTYPES[info.dtype]

@@ -1,7 +1,6 @@
 """Checks of untrusted input: files, JSON, configurations and tokenizers. Later code relies on these checks.
 
-Nothing here imports torch. Headers of weights are checked where they are read (`safetensors_folder`,
-`gguf_file`).
+Nothing here imports torch. `safetensors_folder` and `gguf_file` check the headers of weights.
 """
 
 import codecs
@@ -43,8 +42,7 @@ def refuse_folder(folder: Path) -> None:
     """Raise QuantkitError if a link in a model's folder leads outside, or a companion file of the weights is
     no plain file or too large.
 
-    Files outside would be read as the model's and copied into the output. Links of the hub's cache to its own
-    blobs are allowed.
+    Files outside would be copied into the output. Links of the hub's cache to its blobs are allowed.
     """
     inside = folder.resolve()
     caches = [above.parent for above in inside.parents if above.name == "snapshots"]
@@ -86,8 +84,7 @@ def refuse_irregular(path: Path) -> None:
 
 
 def read(path: Path, limit: int = SMALL_BYTES) -> bytes:
-    """Return the bytes of a file. Raises QuantkitError if it is not a plain file or too large, OSError if it
-    cannot be read."""
+    """Return the bytes of a file. Raises QuantkitError if it is no plain file or too large, or OSError."""
     refuse_irregular(path)
     size = max(path.stat().st_size, SIZELESS_BYTES)
     with open(path, "rb") as file:
@@ -172,8 +169,7 @@ def refuse_config(config: Mapping[str, Any], tensors: int = 0) -> None:
 
 
 def _routed(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message if more experts per token are configured than a layer has, in a configuration or one
-    inside it."""
+    """Yield a message if a configuration, or one inside it, has more experts per token than per layer."""
     for inner in (config, *(value for value in config.values() if isinstance(value, Mapping))):
         numbers = {name: inner[name] for name in (*EXPERTS, *ROUTED) if type(inner.get(name)) is int}
         most = max((numbers[name] for name in EXPERTS if name in numbers), default=0)
@@ -219,8 +215,7 @@ TEXT = 1 << 16  # characters of a text; a prefix is added once per text
 
 def refuse_tokenizer_file(path: Path) -> None:
     """Raise QuantkitError for a tokenizer.json that would abort the process: the library allocates memory for
-    the largest id, and removes continuing_subword_prefix from the second part of every merge without checking
-    that it is there."""
+    the largest id, and removes continuing_subword_prefix from every merge's second part unchecked."""
     if not path.is_file():
         return
     data = path.read_bytes()

@@ -79,8 +79,7 @@ class GgmlTensor(TensorInfo):
         return replace(self, shape=shape, target=replace(self.target, shape=shape), **place)
 
     def _decoded(self, dtype: torch.dtype | None) -> Tensor:
-        """Return the stored values in `target.shape`. Rows are put into the model's order before they are
-        decoded."""
+        """Return the stored values in `target.shape`. Rows are in the model's order."""
         shape = self.target.shape
         encoded = reading.octets(self.file, self.offset, self.nbytes, self.name)
         if self.target.index is not None:
@@ -147,8 +146,7 @@ class GgufCheckpoint(Checkpoint):
         return PackedLinear(name.removesuffix(".weight"), parts)
 
     def placed(self, name: str, tensor: Tensor) -> tuple[int, bytes]:
-        """Return the offset of a tensor in the file and its new bytes. tensor: ggml blocks as `parts` returns
-        them, or the values of a vector."""
+        """Return the offset of a tensor in the file and its new bytes. tensor: ggml blocks, or a vector."""
         info = self.infos[name]
         stored = info.target.to_gguf(tensor)
         if tensor.dtype != torch.uint8:
@@ -231,8 +229,7 @@ def of_contents(contents: Contents) -> GgufCheckpoint:
 
 
 def _scales(stored: Mapping[str, TensorInfo], targets: list[Target]) -> dict[str, TensorInfo]:
-    """Return the scales of tensors by the tensors' names. Raises QuantkitError for a scale whose shape does
-    not fit its tensor."""
+    """Return the scales of tensors by the tensors' names. Raises QuantkitError for one of another shape."""
     scales = {}
     for target in targets:
         owner = stored.get(target.name)

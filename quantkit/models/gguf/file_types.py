@@ -37,16 +37,14 @@ class Model(NamedTuple):
 
     @property
     def is_70b(self) -> bool:
-        """Return whether llama.cpp treats the model as a 70B: 80 blocks, and Llama with grouped heads or any
-        Qwen 2."""
+        """Return whether llama.cpp counts 80 blocks as a 70B: of Llama with grouped heads, or of Qwen 2."""
         if self.architecture == "llama":
             return self.blocks == 80 and self.heads != self.kv_heads
         return self.blocks == 80 and self.architecture == "qwen2"
 
 
 def facts(index: int, count: int, model: Model, has_imatrix: bool) -> dict[str, bool]:
-    """Return whether each word of the conditions in file_types.json is true of a tensor: number `index` among
-    `count` tensors of its kind."""
+    """Return whether each word in conditions of file_types.json holds for tensor `index` of `count`."""
     eighth, last_eighth = count // 8, 7 * count // 8
     return {
         "else": True,
@@ -91,8 +89,7 @@ class FileType:
     sparing: bool = False
 
     def by_rule(self, kind: str, facts: Mapping[str, bool]) -> str | None:
-        """Return the type that the rule of a kind of tensors gives; None if the base type applies. "!" before
-        a word of a condition negates it."""
+        """Return the type by a kind's rule; None if the base type applies. "!" before a word negates it."""
         for condition, type in getattr(self, kind).items():
             if all(facts[word.lstrip("!")] != word.startswith("!") for word in condition.split()):
                 return type

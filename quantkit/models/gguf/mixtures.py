@@ -101,8 +101,7 @@ def without_importance(choices: Sequence[Choice]) -> list[Choice]:
 
 
 def scale_of(name: str, type: str, shape: Sequence[int]) -> tuple[str, tuple[int]] | None:
-    """Return name and shape of the separate scale of a tensor `[out, in]` or `[experts, out, in]`; None if
-    its type has none."""
+    """Return name and shape of the separate scale of a tensor `[..., out, in]`; None if its type has none."""
     if type not in SCALED:
         return None
     return f"{name.removesuffix('.weight')}.scale", (shape[0] if len(shape) == 3 else 1,)
@@ -245,8 +244,7 @@ def _kind(name: str) -> str | None:
 
 
 def _fitting(name: str, shape: Sequence[int], first_choice: str, unscaled: str | None = None) -> Choice:
-    """Return the type itself, or a replacement if its ggml blocks do not divide the columns or llama.cpp
-    ignores its scale."""
+    """Return the type, or another if its blocks do not divide the columns or llama.cpp ignores its scale."""
     columns, block = shape[-1] if len(shape) > 1 else 1, BLOCKS[first_choice][0]  # a vector is one column
     if unscaled:
         type = _fitting(name, shape, "Q8_0").type

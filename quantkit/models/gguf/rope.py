@@ -66,8 +66,7 @@ def _unsupported(rope: Mapping[str, Any], kind: str, dimensions: int, truncate: 
 
 
 def _parameters(config: PretrainedConfig) -> tuple[dict, dict | None]:
-    """Return the parameters of blocks with full attention, and those of blocks with sliding attention (None
-    if the same)."""
+    """Return the parameters in blocks with full attention, and with sliding attention (None if the same)."""
     rope = config.rope_parameters
     if "full_attention" in rope:
         return rope["full_attention"], rope.get("sliding_attention")
@@ -91,8 +90,7 @@ def _scaling(config: PretrainedConfig, rope: dict, kind: str) -> dict[str, Any]:
 
 
 def _latent_yarn(arch: Architecture, rope: dict, config: PretrainedConfig) -> dict[str, Any]:
-    """Return YaRN's keys for latent attention: rotated vectors keep their size, and attention scores grow by
-    `mscale_all_dim`."""
+    """Return YaRN's keys for latent attention, in which scores grow by `mscale_all_dim`, not the vectors."""
     share = rope.get("mscale_all_dim")
     if not share or rope.get("mscale") != share or rope.get("attention_factor") is not None:
         raise arch.inexpressible("yarn with an attention_factor, or without mscale equal to mscale_all_dim")
@@ -182,8 +180,7 @@ def _scaled(
 
 
 def _read_frequencies(divisors: Tensor, keys: Mapping[str, Any], dimensions: int) -> dict[str, Any]:
-    """Return Llama 3's scaling if its usual parameters give these divisors; else LongRoPE with these divisors
-    for every length."""
+    """Return Llama 3's scaling if it gives these divisors, else LongRoPE with them for every length."""
     theta, factor = keys.get("rope.freq_base", 10000.0), divisors.max().item()
     for original in LLAMA3_CONTEXTS:
         for bounds in (LLAMA3, LLAMA4):

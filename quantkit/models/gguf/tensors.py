@@ -1,8 +1,7 @@
 """Convert a model's tensors to llama.cpp's names, order of rows and shifted norms, and back.
 
 transformers' model gives the parameters; the `gguf` package's name map gives llama.cpp's names. Weights keep
-their orientation `W [out, in]`. Only rows are reordered, so the same code handles values and encoded rows
-(`uint8 [out, bytes]`).
+their orientation `W [out, in]`. Only rows are reordered, as values or encoded (`uint8 [out, bytes]`).
 """
 
 from __future__ import annotations
@@ -122,8 +121,7 @@ class Target:
 
 
 def of_config(config: PretrainedConfig, source: str = "the model") -> list[Target]:
-    """Return every tensor of this model's GGUF file in llama-quantize's order: first those outside the
-    blocks.
+    """Return every tensor of this model's GGUF file in llama-quantize's order (`mixtures.order`).
 
     Raises QuantkitError (exit code 4) naming parameters that llama.cpp has no tensor for.
     """
@@ -132,8 +130,7 @@ def of_config(config: PretrainedConfig, source: str = "the model") -> list[Targe
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> list[Target]:
-    """Return every tensor of the GGUF file with its names in the checkpoint; of a multimodal checkpoint, the
-    tensors of its language model.
+    """Return every tensor of the GGUF file of a checkpoint's language model, with its stored names.
 
     Raises QuantkitError as `of_config` does, and for tensors that are absent or unknown to the model.
     """

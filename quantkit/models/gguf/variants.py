@@ -55,8 +55,7 @@ def without_capping(config: PretrainedConfig) -> str | None:
 
 
 def norms_by_depth(config: PretrainedConfig) -> str | None:
-    """Refuse norms of queries and keys in small models and their absence in large ones: llama.cpp looks for
-    them only from 64 blocks on."""
+    """Refuse norms of queries and keys below 64 blocks and their absence from there on, as llama.cpp does."""
     expected = config.num_hidden_layers >= 64
     return None if config.use_qk_norm == expected else f"use_qk_norm {config.use_qk_norm} at this depth"
 
@@ -119,8 +118,7 @@ def dense_at_the_end(config: PretrainedConfig) -> str | None:
 
 
 def other_blocks(config: PretrainedConfig) -> str | None:
-    """Refuse other patterns of blocks than the usual: a file does not store which blocks have rotary
-    embeddings, experts and norms."""
+    """Refuse unusual patterns of rotary embeddings, experts and norms: a file does not store them."""
     blocks, step = config.num_hidden_layers, config.interleave_moe_layer_step
     usual = {
         "no_rope_layers": periodic(4, blocks, 0, 1),
@@ -166,8 +164,7 @@ def normed_routing(keys: Keys, names: Collection[str]) -> dict[str, Any]:
 
 
 def ernie(keys: Keys, names: Collection[str]) -> dict[str, Any]:
-    """Return the number of shared experts (one matrix), and that any block after the dense ones has
-    experts."""
+    """Return the number of shared experts (one matrix); all blocks after the dense ones have experts."""
     width = keys.get("expert_feed_forward_length", 0)
     if width < 1:
         return {}

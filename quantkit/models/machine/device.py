@@ -55,8 +55,7 @@ def choose_device(requested: str) -> torch.device:
 
 
 def choose_dtype(requested: str, stored: str, device: torch.device) -> str:
-    """Return the requested dtype; `auto`: the 16-bit dtype of the checkpoint if the hardware computes in it,
-    else float32.
+    """Return the requested dtype; `auto`: the checkpoint's 16 bit if the hardware has it, else float32.
 
     stored: safetensors' name of the dtype of the linears, such as `BF16`.
     """

@@ -5,8 +5,7 @@ transformers builds the model on the meta device. Stubs then replace the decoder
 arguments they are called with (`recording`). Later a block runs alone with these arguments, so masks and
 rotary embeddings are the model's own for every architecture. No table of architectures is needed: the blocks
 are the ModuleList whose length is the configured number of layers. Experts that transformers fuses become
-linears again (`experts`). Towers of other modalities stay on the meta device, because text does not enter
-them (`names`).
+linears again (`experts`). Towers of other modalities, which text does not enter, stay on meta (`names`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,8 +92,7 @@ class Skeleton:
         return any(isinstance(module, experts.Experts) for block in self.blocks for module in block.modules())
 
     def stored_parameters(self) -> dict[str, nn.Parameter]:
-        """Return every parameter that the checkpoint holds, by its name in the model, possibly on the meta
-        device."""
+        """Return every stored parameter by its name in the model, possibly on the meta device."""
         inside = {
             self.names.of_block(index, local): parameter
             for index, block in enumerate(self.blocks)
@@ -109,14 +107,12 @@ class Skeleton:
         return {name: value for name, value in parameters.items() if name in self.names.stored}
 
     def read(self, name: str, expected: Tensor) -> Tensor:
-        """Return the values of the model's tensor `name`, on the host and in the model's dtype; see
-        `Loader.read`."""
+        """Return the model's tensor `name`, on the host and in the model's dtype; see `Loader.read`."""
         return self._loader.read(name, expected)
 
     def load_rest(self, away: bool = False) -> None:
         """Load everything outside the blocks, except towers of other modalities. Tied tensors stay one
-        tensor. away: embedding and head stay on disk, or an accelerator's in host memory, if they can
-        (`rows_away`).
+        tensor. away: embedding and head stay on disk or in host memory if they can (`rows_away`).
 
         Raises QuantkitError if the architecture's blocks cannot run alone.
         """
@@ -226,8 +222,7 @@ class Skeleton:
         """Load the weights of block `index` and return the block. checkpoint: replaces the skeleton's own.
         fetched: the result of `fetch_block`, if it was called before.
 
-        Packed linears compute as `install` says; with `decoded` they compute with the decoded weight and do
-        not quantize activations.
+        Packed linears compute as `install` says; with `decoded` they do not quantize activations.
         """
         block = self.blocks[index]
         self._loader.load(block, fetched or self.fetch_block(index, checkpoint, decoded))

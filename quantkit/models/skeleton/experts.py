@@ -17,16 +17,14 @@ from quantkit.models.skeleton.streaming import ExpertLinear
 
 
 class Routed(NamedTuple):
-    """The input of a layer of experts in one forward pass. hidden: `[n, hidden]`; rows: which rows of
-    `hidden` each expert gets."""
+    """The input of experts in one forward pass. hidden: `[n, hidden]`; rows: which rows each expert gets."""
 
     hidden: Tensor
     rows: Sequence[Tensor]
 
 
 class Experts(nn.Module):
-    """All experts of a layer; child `E` is expert E with one linear per projection. gate, up, down: names of
-    the linears.
+    """All experts of a layer; child `E` is expert E with one linear per projection. gate, up, down: names.
 
     A forward pass computes gate and up of all experts before any down. Module `entering` sees the inputs of
     all experts, and `between` the inputs of all down projections, one row per token and expert. Every linear
@@ -53,8 +51,7 @@ class Experts(nn.Module):
             self.add_module(str(expert), child)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the output for `hidden [tokens, hidden]`, given each token's experts and weights
-        `[tokens, k]`."""
+        """Return the output for `hidden [tokens, hidden]`, by `[tokens, k]` experts and weights."""
         chosen = self._chosen(top_k_index)
         outputs = self._outputs(hidden, [rows for rows, _ in chosen])
         out = torch.zeros_like(hidden)

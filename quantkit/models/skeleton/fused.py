@@ -50,8 +50,7 @@ class Fused:
     routes: bool = True
 
     def parts(self) -> Iterator[tuple[str, str, slice]]:
-        """Yield each parameter, the projection in it (such as `gate_proj.weight`), and the slice of its
-        outputs that is this projection."""
+        """Yield each parameter, a projection in it (such as `gate_proj.weight`), and its slice of outputs."""
         gate, up, down = self.names
         rows = [(UP, up, slice(None)), (DOWN, down, slice(None))]
         if self.gated:

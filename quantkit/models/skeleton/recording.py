@@ -67,8 +67,7 @@ class Recorder:
         self._flow = Flow(part, by_ids=not same)
 
     def embed(self, ids: Tensor, values: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return the flow that enters the first block, and record all blocks' arguments for this shape.
-        values: see `logits`."""
+        """Return the flow into the first block; record all arguments for this shape. values: see `logits`."""
         hidden, calls = self._record(ids, values)
         self._keep(tuple(ids.shape), calls)
         return self._flow.pack(0, hidden, ids, ())

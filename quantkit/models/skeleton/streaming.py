@@ -33,8 +33,7 @@ class ExpertLinear(nn.Linear):
     keeper: Keeper | None = None
 
     def reset_parameters(self) -> None:
-        """Do nothing: values come from the checkpoint, and initializing tens of thousands of linears is
-        slow."""
+        """Do nothing: values come from the checkpoint, and initialization is slow."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the outputs for `hidden [tokens, in]`. Without tokens, the weights are not read."""
@@ -85,8 +84,7 @@ class Keeper:
         return sum(module.weight.numel() for module in self._loaded.values())
 
     def provide(self, linear: ExpertLinear) -> nn.Module:
-        """Return the module that computes for `linear`, with its values in memory: itself or an installed
-        replacement."""
+        """Return the module that computes for `linear`, itself or a replacement, with values in memory."""
         local = self._names[linear]
         if local not in self._loaded:
             while self._loaded and self.weights + linear.weight.numel() > self.capacity:
