@@ -17,16 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, require
-from quantkit.layouts import (
-    Layout,
-    LinearSpec,
-    Table,
-    Tensors,
-    Width,
-    not_converted,
-    spec_of_shape,
-    stored_as,
-)
+from quantkit.layouts import Layout, LinearSpec, Table, Tensors, Width, not_converted, spec_of_shape
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -54,7 +45,6 @@ class Int8Layout(Layout):
     rounds_inputs = True
 
     def check_experts(self, linears: int) -> str | None:
-        """Return why no client reads experts: vLLM loads no experts that are already quantized to int8."""
         return f"no client reads experts in int8: {FUSES}, and vLLM takes none that are quantized before"
 
     def tensors(self, spec: LinearSpec) -> Table:
@@ -191,7 +181,7 @@ class Nf4Layout(Layout):
 
     def checked_spec(self, tensors: Mapping[str, Any]) -> LinearSpec:
         """See `Layout.checked_spec`. `weight.absmax` is uint8 if the weight is double-quantized."""
-        nested = stored_as(tensors["weight.absmax"])[0] == "U8"
+        nested = str(tensors["weight.absmax"].dtype) in ("U8", "torch.uint8")
         return super(Nf4Layout, replace(self, double_quant=nested)).checked_spec(tensors)
 
     def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:

@@ -6,23 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.grids.ggml import search
 from quantkit.grids.ggml.block import BlockGrid, Blocks, Encoded, join, split
 from quantkit.grids.ggml.params import SubScales, SubScalesAndMins, half
-from quantkit.grids.ggml.search import (
-    EPSILON,
-    WITH_IMPORTANCE,
-    Plan,
-    clear,
-    extreme,
-    finite,
-    make_q3,
-    make_qkx,
-    make_qp,
-    make_qx,
-    over,
-    square_root,
-    total,
-)
+from quantkit.grids.ggml.search import WITH_IMPORTANCE, Plan, total
 
 SUPER_BLOCK = 256
 QUICK = Plan(-0.6, 0.1, 12)  # for searches of column scales, in which a fit is made many times
@@ -31,7 +18,7 @@ QUICK_WITH_IMPORTANCE = Plan(-0.9, 0.1, 18)  # half as many scales as ggml tries
 
 def error_weights(x: Tensor, importance: Tensor, power: Tensor) -> Tensor:
     """Return error weights of the searches with importance: `importance * sqrt(power + x²)`."""
-    return square_root((x * x).add_(power)).mul_(importance)
+    return search.square_root((x * x).add_(power)).mul_(importance)
 
 
 def mean_square(x: Tensor, factor: float) -> Tensor:
@@ -66,13 +53,13 @@ class MinGrid(BlockGrid):
             weights = split(error_weights(blocks.x, blocks.importance, power), self.sub_size)
             plan = WITH_IMPORTANCE
         nmax = 2**self.bits - 1
-        scale, low, searched = make_qkx(x, weights, nmax, plan)
+        scale, low, searched = search.make_qkx(x, weights, nmax, plan)
         scale, low = scale.view(-1, n), low.view(-1, n)
         if blocks.importance is None:
             (d, scales), (dmin, mins) = self._multiples(scale), self._multiples(low)
         else:
             share = total(weights).view(-1, n).repeat(1, 2)
-            both = make_qp(torch.cat([scale, low], 1), share, self.scale_max)
+            both = search.make_qp(torch.cat([scale, low], 1), share, self.scale_max)
             (d, dmin), (scales, mins) = (part.split(n, -1) for part in both)
         d, dmin = half(d), half(dmin)
         yield SubScalesAndMins(d, dmin, scales.t(), mins.t())
@@ -85,13 +72,13 @@ class MinGrid(BlockGrid):
         """Return error weights without importance: |x|, plus the sub-block's RMS except in Q2_K."""
         if self.bits == 2:
             return x.abs()
-        return x.abs().add_(square_root(total(x * x) / self.sub_size))
+        return x.abs().add_(search.square_root(total(x * x) / self.sub_size))
 
     def _multiples(self, parts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the unit and the integers of which `parts [sub-blocks, blocks]` are multiples, rounded. The
         largest part gets the largest integer."""
         largest = parts.amax(0).clamp_(min=0).add_(0.0)  # never -0
-        factor = finite(over(self.scale_max, largest))
+        factor = search.finite(search.over(self.scale_max, largest))
         return largest / self.scale_max, (parts * factor).round_().clamp_(max=self.scale_max).add_(0.0)
 
 
@@ -112,9 +99,9 @@ class SignedGrid(BlockGrid):
 def signed_multiples(parts: Tensor, lowest: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the unit and the integers of which `parts [sub-blocks, blocks]` are multiples, rounded, and the
     part of largest magnitude, which becomes `lowest` units."""
-    largest = extreme(parts)
-    factor = over(lowest, largest.masked_fill(largest == 0, 1))
-    return over(1, factor), (parts * factor).round_().clamp_(lowest, -lowest - 1).add_(0.0), largest
+    largest = search.extreme(parts)
+    factor = search.over(lowest, largest.masked_fill(largest == 0, 1))
+    return search.over(1, factor), (parts * factor).round_().clamp_(lowest, -lowest - 1).add_(0.0), largest
 
 
 class Q3KGrid(SignedGrid):
@@ -126,15 +113,15 @@ class Q3KGrid(SignedGrid):
         n = blocks.x.shape[1]
         x = split(blocks.x, self.sub_size)
         if blocks.importance is None:
-            scale, searched = make_q3(x, self.offset)
+            scale, searched = search.make_q3(x, self.offset)
             d, scales, largest = signed_multiples(scale.view(-1, n), self.scale_range[0])
             empty = largest == 0
             d, scales = d.masked_fill(empty, 0), scales.masked_fill(empty, -32)
         else:
             weights = error_weights(blocks.x, blocks.importance, mean_square(blocks.x, 2))
             weights = split(weights, self.sub_size)
-            scale, searched = make_qx(x, weights, self.offset)
-            d, scales = make_qx(scale.view(-1, n), total(weights).view(-1, n), 32)
+            scale, searched = search.make_qx(x, weights, self.offset)
+            d, scales = search.make_qx(scale.view(-1, n), total(weights).view(-1, n), 32)
             scales = scales.sub_(32)
         yield from self._finish(x, d, scales, searched)
 
@@ -148,12 +135,12 @@ class Q6KGrid(SignedGrid):
         n = blocks.x.shape[1]
         x = split(blocks.x, self.sub_size)
         weights = x * x if blocks.importance is None else split(blocks.importance, self.sub_size)
-        scale, searched = make_qx(x, weights, self.offset)
+        scale, searched = search.make_qx(x, weights, self.offset)
         d, scales, largest = signed_multiples(scale.view(-1, n), self.scale_range[0])
-        empty = largest.abs() < EPSILON
+        empty = largest.abs() < search.EPSILON
         encoded = self._finish(x, d.masked_fill(empty, 0), scales.masked_fill(empty, 0), searched)
         yield next(encoded)
-        yield clear(next(encoded), empty)
+        yield search.clear(next(encoded), empty)
 
 
 GRIDS = {

@@ -12,20 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from quantkit import layouts
 from quantkit.errors import require
-from quantkit.layouts import (
-    Layout,
-    LinearSpec,
-    Numbers,
-    Statistic,
-    Table,
-    Tensors,
-    checked_spec,
-    damaged,
-    fusions,
-    kept_names,
-    stored_as,
-)
+from quantkit.layouts import Layout, LinearSpec, Numbers, Statistic, Table, Tensors, damaged
 from quantkit.layouts.compressed_tensors import schemes
 from quantkit.layouts.compressed_tensors.forms import Form
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
@@ -108,7 +97,7 @@ class CompressedTensorsLayout(Layout):
         return self._form(tensors).decode(tensors, self.checked_spec(tensors))
 
     def checked_spec(self, tensors: Mapping[str, Any]) -> LinearSpec:
-        return checked_spec(tensors, self._form(tensors))
+        return layouts.checked_spec(tensors, self._form(tensors))
 
     def sizes(self, tensors: Tensors) -> LinearSpec:
         return self._form(tensors).sizes(tensors)
@@ -127,7 +116,7 @@ class CompressedTensorsLayout(Layout):
             return self.form
         suffix, dtype = self.form.CODES
         fits = set(tensors) <= {*self.form.SUFFIXES} and suffix in tensors
-        if fits and stored_as(tensors[suffix])[0] == dtype:
+        if fits and layouts.stored_as(tensors[suffix])[0] == dtype:
             return self.form.fitting(tensors)
         raise damaged(tensors, f"{', '.join(tensors)} are of another form than {self.form.NAME}")
 
@@ -164,7 +153,7 @@ class CompressedTensorsLayout(Layout):
         for name, form in forms.items():
             if form != self.form or name in heads:
                 groups.setdefault(form, []).append(name)
-        for name, members in fusions(specs).items():
+        for name, members in layouts.fusions(specs).items():
             of_members = {forms.get(spec.name) for spec in members}
             form = of_members.pop()
             if not of_members and form not in (self.form, None):
@@ -176,7 +165,7 @@ class CompressedTensorsLayout(Layout):
             "quantization_status": "compressed",
             "global_compression_ratio": None,
             "kv_cache_scheme": schemes.FLOAT8_CACHE if self.cache else None,
-            "ignore": [*_outside(specs), *towers, *kept_names(specs)],
+            "ignore": [*_outside(specs), *towers, *layouts.kept_names(specs)],
             "config_groups": {
                 f"group_{index}": {
                     "targets": targets,
@@ -230,7 +219,7 @@ class Renamed(CompressedTensorsLayout):
         return super().module(self.translated(tensors), bias, values)
 
     def checked_spec(self, tensors: Mapping[str, Any]) -> LinearSpec:
-        return checked_spec(tensors, self)
+        return layouts.checked_spec(tensors, self)
 
     def sizes(self, tensors: Mapping[str, Any]) -> LinearSpec:
         return self.form.sizes({self.form.CODES[0]: tensors[self.code_part]})

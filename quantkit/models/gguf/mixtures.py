@@ -14,18 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quantkit.errors import UNSUPPORTED, USAGE, compiled, name_all, require
-from quantkit.models.gguf.file_types import (
-    BLOCKS,
-    FALLBACKS,
-    FILE_TYPES,
-    NEED_IMPORTANCE,
-    SCALED,
-    FileType,
-    Model,
-    facts,
-    number,
-    parse_type,
-)
+from quantkit.models.gguf import file_types
+from quantkit.models.gguf.file_types import BLOCKS, FILE_TYPES, SCALED, FileType, Model, parse_type
 
 SCALING = ("llama", "qwen3", "qwen3moe", "qwen35")  # architectures in which llama.cpp applies scales
 SCALES = re.compile(  # matrices whose scales llama.cpp reads
@@ -97,7 +87,7 @@ def stays_float(name: str, shape: Sequence[int]) -> bool:
 
 def without_importance(choices: Sequence[Choice]) -> list[Choice]:
     """Return the tensors whose types llama-quantize refuses to make without an importance matrix."""
-    return [c for c in choices if c.type in NEED_IMPORTANCE and c.name not in (EMBEDDING, OUTPUT)]
+    return [c for c in choices if c.type in file_types.NEED_IMPORTANCE and c.name not in (EMBEDDING, OUTPUT)]
 
 
 def scale_of(name: str, type: str, shape: Sequence[int]) -> tuple[str, tuple[int]] | None:
@@ -122,7 +112,7 @@ def of_file(path: Path) -> tuple[str | None, dict[str, str]]:
     read_only = [f"{name} ({info.dtype})" for name, info in infos.items() if info.dtype not in BLOCKS]
     what = f"{path} has types that quantkit reads but does not write: {name_all(read_only)}"
     require(not read_only, what, f"choose a file with types among {', '.join(BLOCKS)}", UNSUPPORTED)
-    named = (name for name in FILE_TYPES if number(name) == metadata.get("general.file_type"))
+    named = (name for name in FILE_TYPES if file_types.number(name) == metadata.get("general.file_type"))
     return next(named, None), {n: info.dtype for n, info in sorted(infos.items()) if not n.endswith("scale")}
 
 
@@ -232,7 +222,7 @@ class _Mixture:
             return chosen.eight_experts
         if kind is None:
             return None
-        true = facts(index, self.count.get(kind, 0), self.model, self.has_imatrix)
+        true = file_types.facts(index, self.count.get(kind, 0), self.model, self.has_imatrix)
         type = chosen.by_rule(WIDE.get(kind, kind), true)
         if kind == VALUES and self.model.is_70b and not chosen.sparing:
             return "Q5_K" if (type or chosen.base) in ("Q3_K", "Q4_K") else type
@@ -251,7 +241,7 @@ def _fitting(name: str, shape: Sequence[int], first_choice: str, unscaled: str |
         return Choice(name, type, first_choice, unscaled, nbytes(type, shape) - nbytes(first_choice, shape))
     if columns % block == 0:
         return Choice(name, first_choice)
-    type = FALLBACKS.get(first_choice, LAST_RESORT)
+    type = file_types.FALLBACKS.get(first_choice, LAST_RESORT)
     if columns % BLOCKS[type][0]:
         type = LAST_RESORT
     reason = f"{columns} columns are no multiple of {block}"
