@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from quantkit.grids.float8 import FLOAT8, TOP, nearest
+from quantkit.grids.float8 import LARGEST_FLOAT8, TOP, nearest
 from quantkit.grids.fp4 import mx_scale
 from quantkit.layouts.compressed_tensors.forms import Numbers
 
@@ -45,34 +45,25 @@ class QuantizedInputLinear(nn.Module):
 
 def rounded(hidden: Tensor, numbers: Numbers, scale: Tensor | None = None) -> Tensor:
     """Return `hidden [..., in]` quantized and dequantized, in its own precision."""
+    groups = hidden.unflatten(-1, (-1, numbers.group_size or hidden.shape[-1]))
     if numbers.is_fp4:
-        groups = hidden.unflatten(-1, (-1, numbers.group_size))
         return _rounded_fp4(groups, scale).flatten(-2).to(hidden.dtype)
-    if numbers.strategy == "group":
-        groups = hidden.unflatten(-1, (-1, numbers.group_size))
-        return _rounded(groups, numbers, _scale(groups, numbers)).flatten(-2)
-    return _rounded(hidden, numbers, _scale(hidden, numbers) if numbers.dynamic else scale.to(hidden.dtype))
-
-
-def _ends(numbers: Numbers) -> tuple[float, float]:
-    if numbers.kind == "float":
-        return torch.finfo(FLOAT8).min, torch.finfo(FLOAT8).max
-    return -(2.0 ** (numbers.bits - 1)), 2.0 ** (numbers.bits - 1) - 1
+    scale = _scale(groups, numbers) if numbers.dynamic else scale.to(hidden.dtype)
+    return _rounded(groups, numbers, scale).flatten(-2)
 
 
 def _scale(hidden: Tensor, numbers: Numbers) -> Tensor:
     """Return the scale of each token or group, computed from its largest value."""
     if numbers.power_of_two:
         return mx_scale(hidden.abs().amax(-1, keepdim=True), TOP)
-    least, most = _ends(numbers)
-    scale = hidden.abs().amax(-1, keepdim=True) / ((most - least) / 2)
+    scale = hidden.abs().amax(-1, keepdim=True) / (LARGEST_FLOAT8 if numbers.kind == "float" else 127.5)
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 
 def _rounded(hidden: Tensor, numbers: Numbers, scale: Tensor) -> Tensor:
     if numbers.kind == "float":
         return nearest((hidden / scale).float()).to(hidden.dtype).mul_(scale)
-    return (hidden / scale).clamp(*_ends(numbers)).round() * scale
+    return (hidden / scale).clamp(-128, 127).round() * scale
 
 
 def _rounded_fp4(groups: Tensor, divisor: Tensor | None) -> Tensor:
