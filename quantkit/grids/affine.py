@@ -3,10 +3,9 @@
 Scales are rounded to float16, as stored, before weights are rounded with them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -73,7 +72,7 @@ class AffineGrid(WholeLevels):
             for_each(self._search, list(zip(*(tensor.split(rows) for tensor in tensors), strict=True)))
         return AffineParams(self._storable(scale).float(), zero)
 
-    def plain(self) -> AffineGrid:
+    def plain(self) -> Self:
         return replace(self, search=False, clip=False)
 
     def describe(self) -> str:

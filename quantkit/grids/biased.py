@@ -91,7 +91,6 @@ class BiasedGrid(WholeLevels):
         return (codes.to(params.scale.dtype) * params.scale[:, None] + params.bias[:, None]).float()
 
     def steps(self, params: BiasedParams) -> tuple[Tensor, Tensor]:
-        """Return step = scale and low = -bias, both `[1, rows]`."""
         return params.scale.float()[None], -params.bias.float()[None]
 
     def scaled(self, params: BiasedParams, factor: Tensor) -> BiasedParams:

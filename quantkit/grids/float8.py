@@ -5,10 +5,9 @@ the columns of a square block) in one row, or in all rows of a square block, for
 of serving engines: Micikevicius et al. 2022, arXiv:2209.05433; blocks: DeepSeek-V3, arXiv:2412.19437, 3.3.2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -63,7 +62,7 @@ class Float8Grid(Grid):
     def joint(self) -> bool:
         return self.rows == WHOLE and self.scale is None
 
-    def together(self, weights: Sequence[Tensor]) -> Float8Grid:
+    def together(self, weights: Sequence[Tensor]) -> Self:
         if not self.joint:
             return self
         return replace(self, scale=float(self.fit_matrix(torch.cat(tuple(weights))).scale[0, 0]))
@@ -114,7 +113,7 @@ class Float8Grid(Grid):
             best, least = torch.where(better, scale, best), torch.where(better, missed, least)
         return best
 
-    def plain(self) -> Float8Grid:
+    def plain(self) -> Self:
         return replace(self, search=False)
 
     def nearest(self, weight: Tensor, params: Float8Params) -> Tensor:

@@ -14,11 +14,10 @@ Divisors are powers of two here, which costs no precision because scales are flo
 five significant bits, so bfloat16 holds it exactly, whatever dtype the client computes in.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -85,7 +84,7 @@ class Fp4Grid(Fp4Levels):
     bits = 4
     many = True
 
-    def plain(self) -> Fp4Grid:
+    def plain(self) -> Self:
         return replace(self, search=False)
 
     def _divisor(self, weight: Tensor) -> float:
@@ -159,7 +158,7 @@ class Divided(Grid):
 
     joint = spans_matrix
 
-    def together(self, weights: Sequence[Tensor]) -> Divided:
+    def together(self, weights: Sequence[Tensor]) -> Self:
         if self.divisor is not None:
             return self
         largest = max(float(torch.stack(weight.aminmax()).abs().max()) for weight in weights)

@@ -1,12 +1,10 @@
 """The base class of grids, and operations on parameters of many groups: join, slice, select."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -77,12 +75,12 @@ class Grid:
         `[in]`, for grids that are weighted."""
         return matrix(self.fit(weight.reshape(-1, self.group_size)), len(weight))
 
-    def together(self, weights: Sequence[Tensor]) -> Grid:
+    def together(self, weights: Sequence[Tensor]) -> Self:
         """Return the grid for linears `weights [out_k, in]` with the same input, which engines may fuse:
         parameters of the whole matrix suit all of them."""
         return self
 
-    def plain(self) -> Grid:
+    def plain(self) -> Self:
         """Return a grid with the same values but without a search of the range."""
         return self
 
@@ -291,6 +289,6 @@ class QuantizedWeight:
         """See `Grid.floats`."""
         return self.grid.floats(self.params)
 
-    def with_floats(self, floats: Mapping[str, Tensor]) -> QuantizedWeight:
+    def with_floats(self, floats: Mapping[str, Tensor]) -> Self:
         """Return the weight with the same codes and other floating-point parameters."""
         return dataclasses.replace(self, params=self.grid.with_floats(self.params, floats))

@@ -5,10 +5,9 @@ A vector is represented by digits: the indices 0, 1, 2 … of its magnitudes in 
 one number, the first digit being the lowest, by which the vector is found in the book.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Self
 
 import numpy as np
 import torch
@@ -51,7 +50,7 @@ class CodeBook:
         """Number of different magnitudes."""
         return len(self.magnitudes)
 
-    def to(self, device: torch.device) -> CodeBook:
+    def to(self, device: torch.device) -> Self:
         """Return the book on another device."""
         return _on_device(self, device) if device.type != "cpu" else self
 

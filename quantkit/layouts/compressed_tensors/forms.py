@@ -4,10 +4,8 @@
 made. Format: compressed-tensors 0.20 `compressors`, `quant_scheme.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from quantkit.layouts import LinearSpec, Statistic, Tensors, Width, spec_of_shape
 
@@ -67,7 +65,7 @@ class Form:
     needs: frozenset[Statistic] = frozenset()
     no_experts: str | None = None  # why no client reads experts in this form
 
-    def of(self, spec: LinearSpec) -> Form:
+    def of(self, spec: LinearSpec) -> Self:
         """Return the form of one linear, with its own bits and groups."""
         return self
 
@@ -78,7 +76,7 @@ class Form:
         """Return `input_activations` of the config group; None if inputs are not quantized."""
         return None
 
-    def fitting(self, tensors: Tensors) -> Form:
+    def fitting(self, tensors: Tensors) -> Self:
         """Return a copy with the options, such as bits and group size, that the tensors of a linear show."""
         return self
 

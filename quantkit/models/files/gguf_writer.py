@@ -4,8 +4,6 @@ The `gguf` package's own writer packs a vocabulary value by value, demands an ar
 cannot write empty arrays.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import struct
@@ -13,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from gguf import GGUF_DEFAULT_ALIGNMENT as ALIGNMENT
@@ -58,7 +56,7 @@ class GgufWriter:
         self._done = self._written = 0
         self._header = _header(metadata, self._entries)
 
-    def __enter__(self) -> GgufWriter:
+    def __enter__(self) -> Self:
         self._partial.unlink(missing_ok=True)  # left by a killed job; a link is not written through
         self._file = open(self._partial, "xb")
         try:

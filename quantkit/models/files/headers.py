@@ -1,8 +1,6 @@
 """All about a checkpoint that can be read without its tensors: headers and small files of a folder, a hub
 repository or a GGUF file. Nothing here imports torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

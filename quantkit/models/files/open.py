@@ -1,7 +1,5 @@
 """Open what the user typed, a folder, a GGUF file or a hub id, as a `Checkpoint`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

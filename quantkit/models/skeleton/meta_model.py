@@ -1,7 +1,5 @@
 """The model as transformers builds it on the meta device: shapes and buffers, no weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
