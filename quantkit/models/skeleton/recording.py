@@ -236,7 +236,6 @@ class _Stub(StandIn):
         self.replacement: Tensor | None = None
 
     def forward(self, *args, **kwargs):
-        kwargs = dict(kwargs)
         hidden = args[0] if args else kwargs.pop("hidden_states")
         if self.record:
             self.record(hidden, (tuple(args[1:]), kwargs))
