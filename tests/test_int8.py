@@ -7,7 +7,8 @@ import torch
 from sums import assert_sums
 
 from quantkit.grids import int8
-from quantkit.grids.int8 import HALF_MAX, Int8Grid, Int8Params, int8_matmul
+from quantkit.grids.int8 import HALF_MAX, Int8Grid, int8_matmul
+from quantkit.grids.levels import Absmax
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IN, OUT, TOKENS = 96, 40, 12
@@ -47,7 +48,7 @@ def test_weights_beyond_float16_are_cut_off_and_reported():
     params = grid.fit_matrix(weight)
     assert params.absmax.tolist() == [[HALF_MAX], [2.0]] and grid.clipped(params) == 1
     assert grid.clipped(grid.fit_matrix(torch.tensor([[1e-7, 0.0, 0.0], [0.0, 0.0, 0.0]]))) == 1
-    flat = Int8Params(params.absmax[:, 0])
+    flat = Absmax(params.absmax[:, 0])
     assert (grid.round(weight, flat).int() - 128).tolist() == [[127, -58, 0], [64, -127, 32]]
     assert grid.scaled(flat, torch.tensor([0.5, 3.0])).absmax.tolist() == [HALF_MAX / 2, 6.0]
 

@@ -5,7 +5,8 @@ import torch
 
 from quantkit.grids import nf4
 from quantkit.grids.grid import group
-from quantkit.grids.nf4 import NESTED_BLOCK, NestedParams, Nf4Grid, Nf4Params
+from quantkit.grids.levels import Absmax
+from quantkit.grids.nf4 import NESTED_BLOCK, NestedParams, Nf4Grid
 from quantkit.layouts.bitsandbytes import Nf4Layout
 from quantkit.quantize.solvers import rtn
 
@@ -65,7 +66,7 @@ def test_codes_are_the_nearest_values():
     """Against a search through all 16; exactly halfway between two, either is right."""
     absmax = torch.tensor([0.5, 3.0, 1e-6])
     column = absmax[:, None] * torch.linspace(-1.2, 1.2, 64)
-    codes = Nf4Grid().round(column, Nf4Params(absmax))
+    codes = Nf4Grid().round(column, Absmax(absmax))
     distance = (column[..., None].double() - absmax[:, None, None].double() * torch.tensor(nf4.TABLE)).abs()
     chosen = distance.gather(2, codes.long()[..., None])[..., 0]
     assert (chosen <= distance.amin(2) * (1 + 1e-5)).all() and codes[0, 0] == 0 and codes[0, -1] == 15

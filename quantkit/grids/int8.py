@@ -11,20 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.grids.grid import by_rows, map_rows
-from quantkit.grids.levels import WholeLevels, usable
+from quantkit.grids.levels import Absmax, WholeLevels, usable
 
 LEVELS = 127
 HALF_MAX, HALF_MIN = 65504.0, 2.0**-24
 EXACT = 2**24 // LEVELS**2  # products of this many int8 pairs add up exactly in float32
 INVERSE = 0.007874015718698502  # 1 / 127 as bitsandbytes multiplies by it
 INVERSE_SQUARE = 6.200124e-05  # its 1 / 127², which is 6.20001e-05
-
-
-@dataclass(frozen=True)
-class Int8Params:
-    """absmax: float32 `[rows]`, or `[out, 1]` for a matrix: the largest absolute weight of each row."""
-
-    absmax: Tensor
 
 
 @dataclass(frozen=True)
@@ -41,31 +34,31 @@ class Int8Grid(WholeLevels):
     floating = ("absmax",)
     label = "int8 rows"
 
-    def fit(self, weight: Tensor, importance: Tensor | None = None) -> Int8Params:
+    def fit(self, weight: Tensor, importance: Tensor | None = None) -> Absmax:
         """Return the absmax `[rows]` of `weight [rows, in]`; importance is ignored."""
         absmax = by_rows(lambda rows: rows.abs().amax(1), weight.new_empty(len(weight)), weight)
-        return Int8Params(absmax.clamp_(max=HALF_MAX).half().float())
+        return Absmax(absmax.clamp_(max=HALF_MAX).half().float())
 
-    def round(self, weight: Tensor, params: Int8Params) -> Tensor:
+    def round(self, weight: Tensor, params: Absmax) -> Tensor:
         def work(rows: Tensor, absmax: Tensor) -> Tensor:
             return _codes(rows.half().float(), absmax).to(torch.int8).view(torch.uint8) ^ 128
 
         return map_rows(work, torch.uint8, weight, params.absmax)
 
-    def steps(self, params: Int8Params) -> tuple[Tensor, Tensor]:
+    def steps(self, params: Absmax) -> tuple[Tensor, Tensor]:
         step = usable(params.absmax * INVERSE)[None]
         return step, step * 128
 
-    def decode(self, codes: Tensor, params: Int8Params) -> Tensor:
+    def decode(self, codes: Tensor, params: Absmax) -> Tensor:
         def work(rows: Tensor, absmax: Tensor) -> Tensor:
             return (rows ^ 128).view(torch.int8).float().mul_(absmax[:, None]).mul_(INVERSE)
 
         return map_rows(work, torch.float32, codes, params.absmax)
 
-    def scaled(self, params: Int8Params, factor: Tensor) -> Int8Params:
-        return Int8Params(params.absmax * factor)
+    def scaled(self, params: Absmax, factor: Tensor) -> Absmax:
+        return Absmax(params.absmax * factor)
 
-    def clipped(self, params: Int8Params) -> int:
+    def clipped(self, params: Absmax) -> int:
         """Return the number of rows that float16, to which clients round, cannot hold in 8 bits."""
         small = (params.absmax > 0) & (params.absmax < 127 * HALF_MIN)
         return int(((params.absmax >= HALF_MAX) | small).sum())

@@ -1,5 +1,6 @@
 """Rounding in units of a group's step: every row and group has the same levels."""
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -13,6 +14,13 @@ NO_STEP = 1e30  # stands for a step of 0: any weight is nearest to level 0
 def usable(step: Tensor) -> Tensor:
     """Return `step` with NO_STEP in place of 0, so that division by it works."""
     return torch.where(step == 0, NO_STEP, step)
+
+
+@dataclass(frozen=True)
+class Absmax:
+    """absmax: the largest absolute weight, float32, `[rows]` for a group or `[out, groups]` for a matrix."""
+
+    absmax: Tensor
 
 
 class WholeLevels(Grid):

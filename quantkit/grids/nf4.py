@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.grid import by_rows, map_rows
-from quantkit.grids.levels import TableLevels, constant, usable
+from quantkit.grids.levels import Absmax, TableLevels, constant, usable
 
 BLOCK = 64
 NESTED_BLOCK = 256
@@ -27,13 +27,6 @@ TABLE = (
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Nf4Params:
-    """absmax: float32, `[rows]` for one group or `[out, groups]` for a matrix."""
-
-    absmax: Tensor
 
 
 @dataclass(frozen=True)
@@ -75,53 +68,53 @@ class Nf4Grid(TableLevels):
     def spans_matrix(self) -> bool:
         return self.double_quant
 
-    def fit(self, weight: Tensor, importance: Tensor | None = None) -> Nf4Params:
+    def fit(self, weight: Tensor, importance: Tensor | None = None) -> Absmax:
         """Return the absmax `[rows]` of `weight [rows, 64]`; importance is ignored."""
-        return Nf4Params(by_rows(lambda rows: rows.abs().amax(1), weight.new_empty(len(weight)), weight))
+        return Absmax(by_rows(lambda rows: rows.abs().amax(1), weight.new_empty(len(weight)), weight))
 
-    def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Nf4Params | NestedParams:
+    def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Absmax | NestedParams:
         params = super().fit_matrix(weight)
         return double_quantize(params.absmax) if self.double_quant else params
 
     def describe(self) -> str:
         return "nf4, double quantization" if self.double_quant else "nf4"
 
-    def round(self, weight: Tensor, params: Nf4Params | NestedParams) -> Tensor:
+    def round(self, weight: Tensor, params: Absmax | NestedParams) -> Tensor:
         def work(rows: Tensor, factor: Tensor) -> Tensor:
             return nearest(rows * factor[:, None], TABLE)
 
         return map_rows(work, torch.uint8, weight, _inverse(params.absmax))
 
-    def steps(self, params: Nf4Params | NestedParams) -> tuple[Tensor, Tensor]:
+    def steps(self, params: Absmax | NestedParams) -> tuple[Tensor, Tensor]:
         """Return step = absmax / UNITS and low = 0, both `[1, rows]`. If absmax is 0, all codes are 7."""
         absmax = params.absmax
         return usable(absmax.clamp(min=0) / UNITS)[None], torch.zeros_like(absmax)[None]
 
-    def decode(self, codes: Tensor, params: Nf4Params | NestedParams) -> Tensor:
+    def decode(self, codes: Tensor, params: Absmax | NestedParams) -> Tensor:
         def work(rows: Tensor, absmax: Tensor) -> Tensor:
             values = constant(TABLE, rows.device).index_select(0, rows.flatten().int())
             return values.view(rows.shape).mul_(absmax[:, None])
 
         return map_rows(work, torch.float32, codes, params.absmax)
 
-    def scaled(self, params: Nf4Params | NestedParams, factor: Tensor) -> Nf4Params | NestedParams:
+    def scaled(self, params: Absmax | NestedParams, factor: Tensor) -> Absmax | NestedParams:
         """Return absmax times `factor [rows]`; if double-quantized, the nearest in its block."""
         if not self.double_quant:
-            return Nf4Params(params.absmax * factor)
+            return Absmax(params.absmax * factor)
         exact = (params.absmax * factor - params.offset) * _inverse(params.nested)
         return NestedParams(_nearest_dynamic(exact), params.nested, params.offset)
 
-    def floats(self, params: Nf4Params | NestedParams) -> dict[str, Tensor]:
+    def floats(self, params: Absmax | NestedParams) -> dict[str, Tensor]:
         """Return absmax `[out, groups]`, or if double-quantized nested absmax `[blocks]` and offset `[1]`."""
-        if isinstance(params, Nf4Params):
+        if isinstance(params, Absmax):
             return {"absmax": params.absmax}
         return {"nested": params.nested.flatten()[::NESTED_BLOCK], "offset": params.offset.flatten()[:1]}
 
     def with_floats(
-        self, params: Nf4Params | NestedParams, floats: Mapping[str, Tensor]
-    ) -> Nf4Params | NestedParams:
-        if isinstance(params, Nf4Params):
-            return Nf4Params(floats["absmax"])
+        self, params: Absmax | NestedParams, floats: Mapping[str, Tensor]
+    ) -> Absmax | NestedParams:
+        if isinstance(params, Absmax):
+            return Absmax(floats["absmax"])
         return NestedParams.of(params.code, floats["nested"], floats["offset"])
 
 

@@ -68,13 +68,14 @@ class Int8Layout(Layout):
         import torch
 
         from quantkit.grids.grid import QuantizedWeight
-        from quantkit.grids.int8 import Int8Grid, Int8Params
+        from quantkit.grids.int8 import Int8Grid
+        from quantkit.grids.levels import Absmax
 
         spec = self.checked_spec(tensors)
         if "weight_format" in tensors and tensors["weight_format"].any():
             what = f"an int8 weight of weight_format {tensors['weight_format'].tolist()} is not supported"
             raise QuantkitError(what, "save it again with a current bitsandbytes", UNSUPPORTED)
-        codes, params = tensors["weight"].view(torch.uint8) ^ 128, Int8Params(tensors["SCB"].float()[:, None])
+        codes, params = tensors["weight"].view(torch.uint8) ^ 128, Absmax(tensors["SCB"].float()[:, None])
         return QuantizedWeight(Int8Grid(spec.in_features), codes, params)
 
     def module(
@@ -163,14 +164,15 @@ class Nf4Layout(Layout):
         import torch
 
         from quantkit.grids.grid import QuantizedWeight
-        from quantkit.grids.nf4 import TABLE, NestedParams, Nf4Grid, Nf4Params, dynamic_map
+        from quantkit.grids.levels import Absmax
+        from quantkit.grids.nf4 import TABLE, NestedParams, Nf4Grid, dynamic_map
 
         spec, absmax, packed = self.checked_spec(tensors), tensors["weight.absmax"], tensors["weight"]
         _expect(tensors["weight.quant_map"], torch.tensor(TABLE))
         codes = torch.cat([packed >> 4, packed & 15], 1).view(spec.out_features, spec.in_features)
         absmax = absmax.view(spec.out_features, spec.in_features // BLOCK)
         if absmax.dtype != torch.uint8:
-            return QuantizedWeight(Nf4Grid(False), codes, Nf4Params(absmax.float()))
+            return QuantizedWeight(Nf4Grid(False), codes, Absmax(absmax.float()))
         _expect(tensors["weight.nested_quant_map"], dynamic_map())
         offset = torch.tensor(_read_state(tensors[STATE])["nested_offset"], device=absmax.device)
         params = NestedParams.of(absmax, tensors["weight.nested_absmax"], offset)
