@@ -24,16 +24,12 @@ def token_distances(actual: Tensor, expected: Tensor) -> Tensor:
 
 def weight_error(weight: Tensor, values: Tensor) -> float:
     """Return `|W - Ŵ|² / |W|²` of matrices `[out, in]`."""
+
+    def squares(value: Tensor, expected: Tensor) -> Tensor:
+        return torch.stack([(value.float() - expected).square_().sum(1), expected.float().square().sum(1)], 1)
+
     sums = torch.empty(len(weight), 2, device=weight.device)
-    by_rows(
-        lambda value, expected: torch.stack(
-            [(value.float() - expected).square_().sum(1), expected.float().square().sum(1)], 1
-        ),
-        sums,
-        values,
-        weight,
-    )
-    lost, whole = sums.sum(0).tolist()
+    lost, whole = by_rows(squares, sums, values, weight).sum(0).tolist()
     return lost / max(whole, 1e-30)
 
 
