@@ -63,8 +63,7 @@ class Mxfp4Blocks(Fp4Blocks):
         return Scale(MxFp4Grid().fit(weight, importance).scale * HALF)
 
     def scaled(self, params: Scale, factor: Tensor) -> Scale:
-        scaled = MxFp4Grid().scaled(fp4.Fp4Params(params.d / HALF, torch.ones_like(params.d)), factor)
-        return Scale(scaled.scale * HALF)
+        return Scale(MxFp4Grid()._storable(params.d / HALF * factor) * HALF)
 
     def _encode(self, blocks: Blocks) -> Encoded:
         largest = blocks.x.abs().amax(0)  # C rounds the logarithm to float32 before the floor

@@ -37,20 +37,13 @@ class ScaleAndMin:
 
 @dataclass(frozen=True)
 class SubScales:
-    """The step is d times a signed scale."""
+    """The step is d times a scale: signed, or in i-quants an unsigned integer plus 1/2."""
 
     d: Tensor
     scales: Tensor
 
     def steps(self) -> tuple[Tensor, Tensor]:
         return self.scales * self.d[..., None], torch.zeros_like(self.scales)
-
-
-class SubHalves(SubScales):
-    """The step is d times (an unsigned scale + 1/2)."""
-
-    def steps(self) -> tuple[Tensor, Tensor]:
-        return (self.scales + 0.5) * self.d[..., None], torch.zeros_like(self.scales)
 
 
 @dataclass(frozen=True)

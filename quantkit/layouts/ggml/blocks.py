@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, require
-from quantkit.grids.ggml import TYPES, named
+from quantkit.grids.ggml import TYPES, iquants, named
 from quantkit.grids.ggml.block import BlockGrid
 from quantkit.grids.ggml.fp4 import E4m3Scales, Nvfp4Blocks
 from quantkit.grids.ggml.iquants import CodeBookGrid
 from quantkit.grids.ggml.nearest import SIGNS
-from quantkit.grids.ggml.params import HALF_MAX, Scale, ScaleAndMin, SubHalves, SubScales, SubScalesAndMins
+from quantkit.grids.ggml.params import HALF_MAX, Scale, ScaleAndMin, SubScales, SubScalesAndMins
 from quantkit.grids.grid import flat, is_finite, matrix
 from quantkit.grids.parallel import by_chunks
 from quantkit.layouts.ggml.parts import BLOCKS
@@ -23,7 +23,8 @@ from quantkit.layouts.ggml.parts import BLOCKS
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 SMALL, SMALL_SHARE = 2.0**-12, 2.0**-16  # larger weights, and larger shares of the largest, never vanish
-SCALE_BIAS = {"Q3_K": 32, "Q6_K": 128, "IQ4_XS": 32}  # added to signed scales
+# Added to signed scales, and to those of i-quants.
+SCALE_BIAS = {"Q3_K": 32, "Q6_K": 128, "IQ4_XS": 32} | dict.fromkeys(iquants.GRIDS, -0.5)
 
 
 def row_bytes(type_name: str, in_features: int) -> int:
@@ -145,8 +146,7 @@ def unpack(grid: BlockGrid, encoded: Tensor, scale: Tensor | None = None) -> tup
     if "scales_and_mins" in stored:
         stored["scales"], stored["mins"] = stored.pop("scales_and_mins").float().chunk(2, 1)
     kinds = {frozenset(field.name for field in fields(kind)): kind for kind in PARAMS}
-    kind = SubHalves if isinstance(grid, CodeBookGrid) else kinds[frozenset(stored)]
-    return codes, matrix(kind(**stored), len(encoded))
+    return codes, matrix(kinds[frozenset(stored)](**stored), len(encoded))
 
 
 @cache
