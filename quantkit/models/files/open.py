@@ -6,10 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import transformers
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING,
-)
 
 from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all, require
@@ -100,7 +96,8 @@ def _embedding(config: transformers.PretrainedConfig, module: str) -> str:
     """Return transformers' name of the embedding to which the head `module` is tied; the head's own name if
     transformers does not know any."""
     text = config.get_text_config(decoder=True) is config
-    kind = (MODEL_FOR_CAUSAL_LM_MAPPING if text else MODEL_FOR_MULTIMODAL_LM_MAPPING).get(type(config), None)
+    alone, wrapped = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING
+    kind = (alone if text else wrapped).get(type(config), None)
     ties = getattr(kind, "_tied_weights_keys", None) or {}
     return ties.get(f"{module}.weight", f"{module}.weight").removesuffix(".weight")
 

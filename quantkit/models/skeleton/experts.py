@@ -111,7 +111,6 @@ class SortedExperts(Experts):
     weighted; tokens that are not routed to an expert are zeros, and so are their outputs."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the experts' outputs for all rows."""
         routed = self.routed(hidden)
         outputs = torch.cat(list(self._outputs(routed.hidden, routed.rows)))
         out = torch.zeros_like(hidden)

@@ -9,10 +9,6 @@ import transformers
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING,
-)
 from transformers.pytorch_utils import Conv1D
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, require
@@ -54,8 +50,8 @@ def empty(
     Raises QuantkitError if it is no language model.
     """
     text = config.get_text_config(decoder=True)
-    alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and text is config
-    wrapped = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and not alone
+    alone = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and text is config
+    wrapped = type(config) in transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING and not alone
     kind = transformers.AutoModelForMultimodalLM if wrapped else transformers.AutoModelForCausalLM
     with _explained(source):
         if config.is_encoder_decoder or text.is_encoder_decoder:

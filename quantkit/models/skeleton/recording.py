@@ -109,8 +109,7 @@ class Recorder:
             raise _unsupported(f"blocks of {self._kind} pass on a tensor of shape {error}") from error
 
     def logits(self, flow: Tensor, values: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return the logits `[tokens, vocabulary]` of the last block's output `flow [tokens, width]`. values:
-        replace parameters by name; with them, autograd tracks the computation."""
+        """See `Skeleton.logits`; the last block's output is `flow [tokens, width]`."""
         with self._after_blocks(flow[None].to(self._device)) as ids:
             return self._run(ids, values).logits[0]
 
@@ -229,11 +228,9 @@ class _Recorded(Exception):
 class _Stub(StandIn):
     """A stand-in for a block that passes hidden states on and records its arguments."""
 
-    def __init__(self, block: nn.Module):
-        super().__init__(block)
-        self.returns = RETURNS[0]
-        self.record: Record | None = None
-        self.replacement: Tensor | None = None
+    returns = RETURNS[0]
+    record: Record | None = None
+    replacement: Tensor | None = None
 
     def forward(self, *args, **kwargs):
         hidden = args[0] if args else kwargs.pop("hidden_states")
