@@ -26,12 +26,13 @@ def whole_words(bits: int) -> int:
     return WORD // math.gcd(bits, WORD)
 
 
-def no_whole_words(spec: LinearSpec, *sides: str) -> str | None:
-    """Return why the codes along `sides` ("in_features", …) do not fill 32-bit words; None if they do."""
+def no_whole_words(spec: LinearSpec, *sides: str, multiple: int | None = None) -> str | None:
+    """Return why the codes along `sides` ("in_features", …) do not fill 32-bit words; None if they do.
+    multiple: of which the number of codes must be; None: the smallest."""
     bits = spec.grid.bits
+    fit = multiple or whole_words(bits)
     for side in sides:
-        if (size := getattr(spec, side)) * bits % WORD:
-            fit = whole_words(bits)
+        if (size := getattr(spec, side)) % fit:
             return f"{side} {size} is not a multiple of {fit}, so {bits}-bit codes fill no whole words"
     return None
 

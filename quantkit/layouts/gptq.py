@@ -73,11 +73,8 @@ class GptqLayout(Layout):
         return replace(self, **rule) if rule else self
 
     def check(self, spec: LinearSpec) -> str | None:
-        if len(self.planes(spec.grid.bits)) > 1:
-            for side in ("in_features", "out_features"):
-                if (size := getattr(spec, side)) % WORD:
-                    return f"{side} {size} is not a multiple of 32: {spec.grid.bits}-bit codes lie in planes"
-        return no_whole_words(spec, "in_features", "out_features")
+        multiple = WORD if len(self.planes(spec.grid.bits)) > 1 else None  # each plane fills whole words
+        return no_whole_words(spec, "in_features", "out_features", multiple=multiple)
 
     def tensors(self, spec: LinearSpec) -> Table:
         bits, groups = spec.grid.bits, -(-spec.in_features // spec.grid.group_size)
