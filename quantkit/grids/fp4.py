@@ -139,8 +139,7 @@ class MxFp4Grid(Fp4Grid):
         exponent = torch.frexp(largest).exponent - 3  # floor(log2) - 2
         exponent = torch.where(largest > 0, exponent, 0)
         steps = constant((0, -1, 1) if self.search else (0,), largest.device, torch.int16)
-        exponents = (exponent + steps[:, None]).clamp_(*MX_LIMITS)
-        return powers_of_two(exponents)
+        return powers_of_two((exponent + steps[:, None]).clamp_(*MX_LIMITS))
 
     def _storable(self, scale: Tensor) -> Tensor:
         return mx_scale(scale, 0, 1.5)

@@ -1,7 +1,5 @@
 """A GGUF file as a checkpoint: tensors have the names, shapes and values that transformers uses."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -9,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import transformers
@@ -47,7 +45,7 @@ class GgmlTensor(TensorInfo):
 
     target: Target = field(compare=False, repr=False)
     scale: Tensor | None = field(default=None, compare=False, repr=False)
-    pieces: tuple[GgmlTensor, ...] = field(default=(), compare=False, repr=False)
+    pieces: tuple[Self, ...] = field(default=(), compare=False, repr=False)
 
     def values(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values in the order and orientation of transformers. dtype: by default float16 or
@@ -72,7 +70,7 @@ class GgmlTensor(TensorInfo):
         moved = self.pieces or target.index is not None or target.changed or target.conv1d
         return len(self.shape) == 2 and not moved
 
-    def part(self, rows: slice) -> GgmlTensor:
+    def part(self, rows: slice) -> Self:
         """Return some rows of a tensor that is `in_rows`."""
         shape, size = (rows.stop - rows.start, *self.shape[1:]), self.nbytes // self.shape[0]
         place = {"offset": self.offset + rows.start * size, "nbytes": shape[0] * size}
@@ -124,7 +122,7 @@ class GgufCheckpoint(Checkpoint):
         manifest = self.metadata.get("quantkit.manifest")
         return manifest if isinstance(manifest, str) else None
 
-    def coded(self, linears: Collection[str]) -> GgufCheckpoint:
+    def coded(self, linears: Collection[str]) -> Self:
         """Return a copy in which these linears are packed linears of GgmlLayout. Types without a grid, types
         with a separate scale, and tensors in several pieces stay as they are."""
         infos = {name: self.infos.get(f"{name}.weight") for name in linears}

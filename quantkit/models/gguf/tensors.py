@@ -4,12 +4,11 @@ transformers' model gives the parameters; the `gguf` package's name map gives ll
 their orientation `W [out, in]`. Only rows are reordered, as values or encoded (`uint8 [out, bytes]`).
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import gguf
 import torch
@@ -78,7 +77,7 @@ class Target:
         return self.part is None and (len(self.shape) == 3 or len(self.parameters) > 1)
 
     @property
-    def parts(self) -> list[Target]:
+    def parts(self) -> list[Self]:
         """Return the parameters of a stacked tensor; for another tensor itself."""
         if not self.stacked:
             return [self]
@@ -125,8 +124,7 @@ def of_config(config: PretrainedConfig, source: str = "the model") -> list[Targe
 
     Raises QuantkitError (exit code 4) naming parameters that llama.cpp has no tensor for.
     """
-    arch = architectures.of_config(config)
-    return _targets(arch, _model(config, source), config)
+    return _targets(architectures.of_config(config), _model(config, source), config)
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> list[Target]:
