@@ -406,6 +406,12 @@ def test_the_hub_cache_opens_offline(cache, revision, blocks):
     assert len([name for name in checkpoint.names if "up_proj" in name]) == blocks
 
 
+def test_what_comes_from_the_hub_passes_the_same_door(cache, monkeypatch):
+    monkeypatch.setattr("quantkit.models.files.untrusted.LARGE_BYTES", 100)
+    error = error_of(open_checkpoint, "org/name", offline=True)
+    assert error.exit_code == UNSUPPORTED and error.message.endswith("is larger than 0 MiB: not read")
+
+
 def test_a_folder_has_no_revisions(cache):
     [folder, *_] = (cache / "snapshots").iterdir()
     error = error_of(open_checkpoint, str(folder), revision="v1")

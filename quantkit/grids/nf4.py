@@ -153,7 +153,7 @@ def _inverse(absmax: Tensor) -> Tensor:
     return torch.where(absmax > 0, 1 / absmax, 0.0)
 
 
-# ---- rounding to at most 256 ascending float32 values by look-up: 30 times as fast as search
+# ---- rounding to at most 256 ascending float32 values by look-up: 5 times as fast as `bucketize`
 
 
 def nearest(scaled: Tensor, values: tuple[float, ...]) -> Tensor:

@@ -46,10 +46,13 @@ def resolve(source: str, revision: str | None = None, offline: bool = False) -> 
     with explained(source, revision, offline):
         small = list(untrusted.FETCHED)
         folder = Path(fetch(revision=revision, allow_patterns=small, ignore_patterns=["*/*"]))
+        untrusted.refuse_folder(folder)  # before gigabytes are fetched
         index = folder / INDEX
         weights = sorted(set(read_index(index).values())) if index.is_file() else []
         wanted = [*map(glob.escape, weights or [SINGLE]), untrusted.NAMED_TEMPLATES]
-        return Path(fetch(revision=folder.name, allow_patterns=wanted))  # the folder's name is the commit
+        fetch(revision=folder.name, allow_patterns=wanted)  # the folder's name is the commit
+        untrusted.refuse_folder(folder)
+        return folder
 
 
 def local(source: str) -> Path | None:
