@@ -55,10 +55,10 @@ def decide(
     given = checkpoints, dtype, device, tokens, batch, compared
     free, accelerated = FreeMemory.of(device, max_memory), is_accelerator(device)
     here, states = need(*given)
-    there, _ = need(*given, spilled=True)
     kept = (2 if compared else 1) * states
     if here <= COMFORT * free.computing:
         return HERE
+    there, _ = need(*given, spilled=True)
     if accelerated and there <= free.computing and kept <= COMFORT * free.host:
         return Place("host")
     remedy = "--dtype bfloat16 or " * (dtype == torch.float32) + "a --device with more memory"
