@@ -114,7 +114,8 @@ class Layout(ABC):
     block, such as routers, as linears unless `outside` names them. floats: suffixes with floating-point
     parameters. needs: statistics that the layout stores. rounds_inputs: `module` quantizes inputs of some
     linears. optional: suffixes that may be absent. texts: suffixes whose length `tensors` estimates. outside:
-    matrices outside the blocks that clients read packed. cache_scales: of keys and values in an attention.
+    matrices outside the blocks that clients read packed. cache_scales: names of the scales of keys and values
+    in an attention module.
     """
 
     marker: str
@@ -191,7 +192,8 @@ class Layout(ABC):
 
     @abstractmethod
     def decode(self, tensors: Tensors) -> QuantizedWeight:
-        """Return the weight that the stored tensors hold. Raises QuantkitError if they do not fit."""
+        """Return the weight that the stored tensors hold. Raises QuantkitError if they do not fit one
+        another."""
 
     def with_floats(self, tensors: Tensors, floats: Tensors) -> dict[str, Tensor]:
         """Return a linear's stored tensors with new floating-point parameters, rounded to the stored
@@ -322,7 +324,8 @@ def checked_spec(tensors: Tensors, holder: Any) -> LinearSpec:
     """Return shape, bits and groups of a linear after comparing its stored tensors with `holder.tensors`.
 
     Scales may have any float type, and a scalar may replace a tensor with one number. holder: a layout or a
-    form. Decoders check nothing else. Raises QuantkitError if tensors, bits or groups differ.
+    form. Decoders check nothing else. Raises QuantkitError if a tensor differs, or if the bits or groups
+    contradict the configuration.
     """
     try:
         spec = holder.sizes(tensors)

@@ -115,7 +115,8 @@ def load(
 
 
 def shipped_held_out(checkpoint: Checkpoint, count: int) -> HeldBack | None:
-    """Return about `count` tokens of the shipped held-out text; None without a tokenizer that fits."""
+    """Return about `count` tokens of the shipped held-out text; None if the checkpoint's tokenizer does not
+    load, or is another model's."""
     try:
         tokenizer = checkpoint.tokenizer
     except QuantkitError:  # the job does not need it

@@ -120,7 +120,8 @@ class MxFp4Packed(Form):
     """mxfp4-pack-quantized: 4-bit floats; 32 weights share a power of two.
 
     `weight_packed` uint8 `[out, in / 2]`: two e2m1 codes in a byte, the first in the low bits; `weight_scale`
-    uint8 `[out, in / 32]`: exponent plus 127. quantize_inputs: inputs are rounded at run time, too.
+    uint8 `[out, in / 32]`: exponent plus 127. quantize_inputs: inputs are rounded too, with powers of two
+    computed at run time.
     """
 
     quantize_inputs: bool = False

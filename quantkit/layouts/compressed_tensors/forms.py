@@ -16,7 +16,8 @@ class Numbers:
 
     strategy: which values share a scale. group_size: columns per group, for the strategies `group` and
     `tensor_group` (which adds a scale of the tensor). block: rows and columns, for the strategy `block`.
-    dynamic: scales are computed at run time, not stored. power_of_two: scales are, as in MX.
+    dynamic: scales are computed from the values at run time instead of being stored. power_of_two: scales are
+    powers of two, as in MX.
     """
 
     bits: int

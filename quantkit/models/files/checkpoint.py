@@ -33,8 +33,9 @@ class Checkpoint:
     """An open checkpoint folder: headers are read and checked, but no tensor is loaded.
 
     infos: file and offset (TensorInfo) by tensor name. config: the model's configuration without
-    quantization. layout: decodes quantized linears; None for a plain checkpoint. notes: remarks on the files,
-    which a job prints. seen: state of each file before reading. A tied head has no tensor (see `head.py`).
+    quantization. layout: decodes quantized linears; None for a plain checkpoint. notes: remarks on the
+    files, which a job prints. seen: state of each file, recorded before reading. A head tied to the embedding
+    has no tensor (see `head.py`).
     """
 
     source: str

@@ -34,7 +34,8 @@ def resolve(source: str, revision: str | None = None, offline: bool = False) -> 
     Small files are downloaded first, then the weights that the index names, or the single weight file, and
     named chat templates. Other copies of the weights, such as `consolidated.safetensors` or those in
     subfolders, are not downloaded. The token comes from the environment (`HF_TOKEN` or `hf auth login`),
-    never from an argument. Raises QuantkitError (exit code 3) if `source` or the hub is not found.
+    never from an argument. Raises QuantkitError (exit code 3) if `source` does not exist or the hub cannot be
+    reached.
     """
     if path := local(source):
         what = f"--revision {revision} is for repositories of the hub, {source} is on this machine"

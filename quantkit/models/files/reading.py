@@ -24,7 +24,8 @@ Index = tuple[int | slice, ...]
 
 def tensor(info: TensorInfo, index: Index = ()) -> Tensor:
     """Return a tensor as it is stored, or its part `[index]`, for which only the bytes from the first to the
-    last row are read. Raises QuantkitError if the file is too short or torch lacks the dtype, or OSError."""
+    last row are read. Raises QuantkitError if the file is too short or torch lacks the dtype, OSError if the
+    file cannot be read."""
     what = f"{info.name} is stored as {info.dtype}, a type that torch lacks"
     require(info.dtype in DTYPES, what, "convert it first")
     dtype = DTYPES[info.dtype]

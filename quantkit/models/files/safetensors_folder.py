@@ -181,7 +181,8 @@ def _read_sharded(folder: Path, errors: list[QuantkitError] | None) -> dict[str,
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the shard of every tensor. Raises QuantkitError for an invalid index or a path outside."""
+    """Return the shard of every tensor. Raises QuantkitError if the index is invalid or names a path outside
+    the folder."""
     try:
         weight_map = dict(untrusted.parse(untrusted.read(path))["weight_map"])
         if any(len(name) > LONGEST_TENSOR for name in weight_map):

@@ -84,7 +84,8 @@ def refuse_irregular(path: Path) -> None:
 
 
 def read(path: Path, limit: int = SMALL_BYTES) -> bytes:
-    """Return the bytes of a file. Raises QuantkitError if it is no plain file or too large, or OSError."""
+    """Return the bytes of a file. Raises QuantkitError if it is not a plain file or too large, OSError if it
+    cannot be read."""
     refuse_irregular(path)
     size = max(path.stat().st_size, SIZELESS_BYTES)
     with open(path, "rb") as file:

@@ -61,7 +61,8 @@ class Architecture:
     wide_blocks: with this many blocks, attention is scaled by hidden size per head instead of the head size.
     head: output.weight is required ("always"), omitted if tied ("tied"), or never read. latent: keys and
     values are computed from one vector per token (MLA). truncate: llama.cpp assumes YaRN with integer bounds.
-    refuse, restore: functions in `variants`.
+    refuse, restore: functions in `variants` that return a reason against a configuration, and further fields
+    of the configuration of a file.
     """
 
     name: str

@@ -227,7 +227,8 @@ def of_contents(contents: Contents) -> GgufCheckpoint:
 
 
 def _scales(stored: Mapping[str, TensorInfo], targets: list[Target]) -> dict[str, TensorInfo]:
-    """Return the scales of tensors by the tensors' names. Raises QuantkitError for one of another shape."""
+    """Return the scales of tensors by the tensors' names. Raises QuantkitError for a scale whose shape does
+    not fit its tensor."""
     scales = {}
     for target in targets:
         owner = stored.get(target.name)

@@ -89,7 +89,8 @@ class FileType:
     sparing: bool = False
 
     def by_rule(self, kind: str, facts: Mapping[str, bool]) -> str | None:
-        """Return the type by a kind's rule; None if the base type applies. "!" before a word negates it."""
+        """Return the type that the rule of a kind of tensors gives; None if the base type applies. "!" before
+        a word of a condition negates it."""
         for condition, type in getattr(self, kind).items():
             if all(facts[word.lstrip("!")] != word.startswith("!") for word in condition.split()):
                 return type

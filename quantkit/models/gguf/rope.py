@@ -90,7 +90,8 @@ def _scaling(config: PretrainedConfig, rope: dict, kind: str) -> dict[str, Any]:
 
 
 def _latent_yarn(arch: Architecture, rope: dict, config: PretrainedConfig) -> dict[str, Any]:
-    """Return YaRN's keys for latent attention, in which scores grow by `mscale_all_dim`, not the vectors."""
+    """Return YaRN's keys for latent attention: rotated vectors keep their size, and attention scores grow by
+    `mscale_all_dim`."""
     share = rope.get("mscale_all_dim")
     if not share or rope.get("mscale") != share or rope.get("attention_factor") is not None:
         raise arch.inexpressible("yarn with an attention_factor, or without mscale equal to mscale_all_dim")

@@ -222,7 +222,8 @@ class Skeleton:
         """Load the weights of block `index` and return the block. checkpoint: replaces the skeleton's own.
         fetched: the result of `fetch_block`, if it was called before.
 
-        Packed linears compute as `install` says; with `decoded` they do not quantize activations.
+        Packed linears compute as `install` says; with `decoded` they compute with the decoded weight and do
+        not quantize activations.
         """
         block = self.blocks[index]
         self._loader.load(block, fetched or self.fetch_block(index, checkpoint, decoded))

@@ -24,7 +24,8 @@ class Routed(NamedTuple):
 
 
 class Experts(nn.Module):
-    """All experts of a layer; child `E` is expert E with one linear per projection. gate, up, down: names.
+    """All experts of a layer; child `E` is expert E with one linear per projection. gate, up, down: names of
+    the linears.
 
     A forward pass computes gate and up of all experts before any down. Module `entering` sees the inputs of
     all experts, and `between` the inputs of all down projections, one row per token and expert. Every linear

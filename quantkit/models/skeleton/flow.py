@@ -48,8 +48,9 @@ class Part:
 
     @staticmethod
     def left(tensor: Tensor, rows: int, tokens: int) -> Part:
-        """Return the Part of a tensor that a block leaves for others, such as keys
-        `[batch, heads, tokens, head]`. Raises ValueError if no axis after the batch counts the tokens."""
+        """Return the Part of a tensor that a block leaves for others: keys or values
+        `[batch, heads, tokens, head]` or other axes after the batch. Raises ValueError if no axis has the
+        number of tokens."""
         shape = tensor.shape
         by_tokens = [axis for axis, size in enumerate(shape) if axis and size == tokens]
         if not by_tokens or shape[0] != rows:
