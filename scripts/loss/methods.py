@@ -24,7 +24,7 @@ TWIN = {
 CLAIMS = {
     "every": [
         *((f"gptq {bits} bit", f"rtn {bits} bit", 1.0) for bits in (8, 4, 3, 2)),
-        *((f"{bits} bit, yaqa", f"gptq {bits} bit", 0.9) for bits in (4, 3, 2)),
+        *((f"{bits} bit, yaqa", f"gptq {bits} bit", 0.95) for bits in (4, 3, 2)),
         *((f"{name}, own text", name, 0.9) for name in YAQA),
         ("nf4 gptq", "nf4", 0.6),
         ("awq 4 bit", "rtn 4 bit", 1.0),
