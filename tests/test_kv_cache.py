@@ -139,6 +139,7 @@ def test_the_command(quantkit, demo_model, tmp_path):
 def test_an_unknown_type_is_refused_before_anything_is_loaded(quantkit, tmp_path):
     done = quantkit("eval", tmp_path, "--text", tmp_path, "--kv-dtype", "q4_1")
     assert done.code == 2 and "did you mean" in done.err
+    assert "choose one of float32, bfloat16, float16, fp8, q8_0, q4_0\n" in done.err  # which eval measures
 
 
 def test_caches_of_transformers_are_not_measured():

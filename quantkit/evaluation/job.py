@@ -30,7 +30,7 @@ def measure(
     asked.check()
     chosen = metrics.select(asked.metrics)
     limits = gates.parse(*asked.limits)
-    caches = list(dict.fromkeys(map(kv_types.named, asked.kv_dtype)))
+    caches = list(dict.fromkeys(map(kv_types.measured, asked.kv_dtype)))
     gates.check(limits, chosen, (len(models) + len(asked.trials)) * (1 + len(caches)) - 1)
     engine = Engine.find(asked.engine, asked.python, asked.engine_option)
     if described:

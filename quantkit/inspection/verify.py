@@ -25,6 +25,7 @@ ERRORS = {"weight_error": weight_error, "weight_error_up_to_scales": error_up_to
 ERROR_TOLERANCE = 1e-4  # relative: other processors change errors by 2e-6, one code of 4 bits by up to 1e-3
 LEAST_ERROR = 1e-9  # errors smaller than this are rounding of float32
 WRITTEN_LATER = {MANIFEST, "README.md", "quantkit-timings.json"}  # files written after the checksums
+AGAIN = "copy or download it again"
 CPU = torch.device("cpu")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # dtypes of jobs, besides float32
 
@@ -44,7 +45,9 @@ def verify(
     try:
         contents = open_contents(source)
         manifest = contents.manifest or {}
-        untrusted.check_schema(manifest, MANIFEST_SCHEMA, MANIFEST, "copy or download it again")
+        untrusted.check_schema(manifest, MANIFEST_SCHEMA, MANIFEST, AGAIN)
+        what = f"{MANIFEST} is damaged: it names no version of quantkit"
+        require(contents.manifest is None or "quantkit" in contents.manifest, what, AGAIN, UNSUPPORTED)
     except QuantkitError as error:
         if not (path.suffix == ".gguf" or (path / MANIFEST).is_file() or (path / CONFIG).is_file()):
             raise  # not a checkpoint that quantkit wrote

@@ -3,8 +3,11 @@
 Shared by `eval`, `plan`, `serve`, `chat` and `bench`. How each rounds: `evaluation/kv_cache.py`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
+from typing import Any
 
 from quantkit.errors import one_of
 from quantkit.options import DTYPES
@@ -37,6 +40,15 @@ TYPES = {
 ALIASES = DTYPES | {"float8": "fp8", "fp8_e4m3": "fp8", "auto": "bfloat16"}
 
 
-def named(text: str) -> str:
-    """Return the precision that the user typed. For an unknown name, the QuantkitError lists similar ones."""
-    return one_of(text.lower(), TYPES, f"no precision of a key/value cache is called {text!r}", ALIASES)
+def named(text: str, by: Callable[[KvType], Any] = bool) -> str:
+    """Return the precision that the user typed. For an unknown name, the QuantkitError lists those for which
+    `by` is true."""
+    name = ALIASES.get(text.lower(), text.lower())
+    listed = [other for other, kind in TYPES.items() if by(kind)]
+    what = f"no precision of a key/value cache is called {text!r}"
+    return name if name in TYPES else one_of(name, listed, what, ALIASES)
+
+
+in_llamacpp = partial(named, by=lambda kind: kind.llamacpp)
+served = partial(named, by=lambda kind: kind.llamacpp or kind.vllm)
+measured = partial(named, by=lambda kind: not kind.keeper.startswith("transformers"))

@@ -145,7 +145,7 @@ def open_contents(
     Raises QuantkitError if the source does not exist or no header can be read; with `strict`, for any
     problem. bare: a config.json without weights is accepted.
     """
-    path = hub.local(source)
+    path = hub.local(source, revision)
     if path is None and not offline:
         return _of_repository(source, revision, strict, bare)
     return at(source, path or hub.resolve(source, revision, offline), strict, bare)

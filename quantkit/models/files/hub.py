@@ -37,9 +37,7 @@ def resolve(source: str, revision: str | None = None, offline: bool = False) -> 
     never from an argument. Raises QuantkitError (exit code 3) if `source` does not exist or the hub cannot be
     reached.
     """
-    if path := local(source):
-        what = f"--revision {revision} is for repositories of the hub, {source} is on this machine"
-        require(revision is None, what, "leave it out", USAGE)
+    if path := local(source, revision):
         return path
     from huggingface_hub import snapshot_download
 
@@ -56,9 +54,12 @@ def resolve(source: str, revision: str | None = None, offline: bool = False) -> 
         return folder
 
 
-def local(source: str) -> Path | None:
-    """Return the path (of shards the first), or None for a hub id. Raises QuantkitError for other texts."""
+def local(source: str, revision: str | None = None) -> Path | None:
+    """Return the path (of shards the first), or None for a hub id. Raises QuantkitError for other texts, and
+    for a path with a revision."""
     path = gguf_shards.first(Path(source).expanduser())
+    what = f"--revision {revision} is for repositories of the hub, {source} is on this machine"
+    require(revision is None or not path.exists(), what, "leave it out", USAGE)
     if path.is_dir():
         untrusted.refuse_folder(path)
         return path

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all, require
@@ -69,13 +70,12 @@ def _build_config(folder: Path, trust_remote_code: bool) -> transformers.Pretrai
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:  # ValueError, KeyError, OSError, errors of validation
-        raise QuantkitError(
-            f"transformers {transformers.__version__} cannot read {folder / 'config.json'}: "
-            + first_line(error),
-            hint="an unknown model_type needs a newer transformers, or --trust-remote-code if you "
-            "trust the code in its folder",
-            exit_code=UNSUPPORTED,
-        ) from error
+        what = f"transformers {transformers.__version__} cannot read {folder / CONFIG}: {first_line(error)}"
+        hint = (
+            "an unknown model_type needs a newer transformers, or --trust-remote-code if you trust the code "
+        )
+        hint = untrusted.AGAIN if isinstance(error, StrictDataclassError) else f"{hint}in its folder"
+        raise QuantkitError(what, hint, UNSUPPORTED) from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the skeleton is the plain model; layouts decode
     for inner in _parts(config):

@@ -139,7 +139,7 @@ def byte_level(
     if pre is None:
         forms = [step["type"] for step in flat(stored["normalizer"], "normalizers")]
         pre = _recognise(files, "NFC" in forms, merges).names[0]
-    one_of(pre, pre_tokenizers.BY_NAME, f"--pre {pre} is no pre-tokenizer that quantkit knows")
+    one_of(pre, pre_tokenizers.BY_NAME, f"--pre-tokenizer {pre} is none that quantkit knows")
     if otherwise := pre_tokenizers.BY_NAME[pre].otherwise:
         warn(f"llama.cpp's {pre} {otherwise}")
     return {"model": "gpt2", "pre": pre, "merges": [f"{a} {b}" for a, b in merges]}, vocabulary

@@ -46,7 +46,7 @@ class ChatSettings(LocalOptions):
     kv_dtype: str | None = option(
         None,
         "Precision of the KV cache in llama.cpp: fp16, bf16, fp32, q8_0 or q4_0. (default: fp16)",
-        parser=kv_types.named,
+        parser=kv_types.in_llamacpp,
         metavar="TYPE",
     )
 

@@ -106,7 +106,7 @@ def prepare(
     usable = int(free_memory(device) * settings.memory_fraction)
     size = sizing.fit(source, weight_bytes, settings, usable, not is_accelerator(device), *defaults, warnings)
     path, name = model, model
-    if local := hub.local(model):
+    if local := hub.local(model, revision):
         local = local.resolve() if local.is_dir() else local.absolute()  # shards lie next to a link
         path, name = str(local), gguf_shards.whole(local).stem if local.is_file() else local.name
     elif starts or revision or contents.path is not None:

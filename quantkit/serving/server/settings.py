@@ -37,7 +37,7 @@ class ServeSettings:
         None,
         "Precision of the KV cache: fp16, bf16, fp8, q8_0 or q4_0; not every engine has all. (default: the "
         "engine's)",
-        parser=kv_types.named,
+        parser=kv_types.served,
         metavar="TYPE",
     )
     memory_fraction: float = option(0.9, "Share of the free memory for weights and KV cache.")
