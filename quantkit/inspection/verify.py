@@ -46,8 +46,9 @@ def verify(
         contents = open_contents(source)
         manifest = contents.manifest or {}
         untrusted.check_schema(manifest, MANIFEST_SCHEMA, MANIFEST, AGAIN)
-        what = f"{MANIFEST} is damaged: it names no version of quantkit"
-        require(contents.manifest is None or "quantkit" in contents.manifest, what, AGAIN, UNSUPPORTED)
+        known = {*MANIFEST_SCHEMA["properties"], "quantkit"} & manifest.keys()
+        what = f"{MANIFEST} holds nothing that quantkit writes"
+        require(known or not (path / MANIFEST).is_file(), what, AGAIN, UNSUPPORTED)
     except QuantkitError as error:
         if not (path.suffix == ".gguf" or (path / MANIFEST).is_file() or (path / CONFIG).is_file()):
             raise  # not a checkpoint that quantkit wrote
