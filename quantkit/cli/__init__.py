@@ -14,7 +14,7 @@ EPILOG = f"""Examples:
   quantkit gptq ./model --dry-run     # the plan: memory and disk
   quantkit run gptq-w3 ./model        # a recipe; see quantkit recipes list
   quantkit eval ./model ./model-gptq-w4g128 --text test.txt
-{running.exit_codes()}""".replace("\n", "\n\n")  # lines of its own
+{running.exit_codes()}""".replace("\n", "\n\n")  # a paragraph for each line
 
 app = typer.Typer(
     cls=commands.Root,

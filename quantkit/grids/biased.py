@@ -30,8 +30,9 @@ class BiasedParams:
 
 @dataclass(frozen=True)
 class BiasedGrid(WholeLevels):
-    """bits: 2 to 8. dtype: stored type of scale and bias. search: by least weighted squared error, from the
-    best integer zero point on (`AffineGrid`). clip: see Grid."""
+    """bits: 2 to 8. dtype: stored type of scale and bias. search: choose them by the least
+    importance-weighted squared error, starting from the best integer zero point (`AffineGrid`). clip: see
+    Grid."""
 
     bits: int
     group_size: int

@@ -85,7 +85,7 @@ class Grid:
         return self
 
     def round(self, weight: Tensor, params: Params) -> Tensor:
-        """Return the nearest codes, uint8 `[rows, group_size]`. As defined here: of one step without low."""
+        """Return the nearest codes, uint8 `[rows, group_size]`. This one is for grids without a low."""
 
         def work(rows: Tensor, step: Tensor) -> Tensor:
             codes = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
@@ -239,7 +239,8 @@ def by_rows(work: Callable[..., Tensor], out: Tensor, *parts: Tensor) -> Tensor:
 
 
 def map_rows(work: Callable[..., Tensor], dtype: torch.dtype, first: Tensor, *parts: Tensor) -> Tensor:
-    """Return the result of `by_rows` in a tensor like `first`; all rows at once where autograd follows."""
+    """Return the result of `by_rows` in a new tensor with the shape of `first`; all rows at once where
+    autograd follows."""
     if any(part.requires_grad for part in parts):
         return work(first, *parts)
     return by_rows(work, torch.empty(first.shape, dtype=dtype, device=first.device), first, *parts)

@@ -98,7 +98,8 @@ class Nf4Grid(TableLevels):
         return map_rows(work, torch.float32, codes, params.absmax)
 
     def scaled(self, params: Absmax | NestedParams, factor: Tensor) -> Absmax | NestedParams:
-        """Return absmax times `factor [rows]`; if double-quantized, the nearest in its block."""
+        """Return absmax times `factor [rows]`; if double-quantized, the nearest value that its block
+        stores."""
         if not self.double_quant:
             return Absmax(params.absmax * factor)
         exact = (params.absmax * factor - params.offset) * _inverse(params.nested)

@@ -70,7 +70,8 @@ def for_each(work: Callable[..., None], pieces: Sequence[tuple]) -> None:
 
 
 def by_chunks(work: Callable[[slice], T], weight: Tensor) -> list[T]:
-    """Return the results of `work`, in order, on slices of `weight [rows, in]` that fit the cache."""
+    """Return the results of `work` on slices of the rows of `weight [rows, in]` that fit the cache, in
+    order."""
     rows = rows_per_piece(weight.device, weight.shape[1])
     slices = [slice(start, start + rows) for start in range(0, len(weight), rows)]
     results: list = [None] * len(slices)

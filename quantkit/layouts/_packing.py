@@ -28,7 +28,7 @@ def whole_words(bits: int) -> int:
 
 def no_whole_words(spec: LinearSpec, *sides: str, multiple: int | None = None) -> str | None:
     """Return why the codes along `sides` ("in_features", …) do not fill 32-bit words; None if they do.
-    multiple: of which the number of codes must be; None: the smallest."""
+    multiple: what the number of codes must be a multiple of; None: the smallest that fills words."""
     bits = spec.grid.bits
     fit = multiple or whole_words(bits)
     for side in sides:

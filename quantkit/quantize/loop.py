@@ -202,12 +202,29 @@ class Loop:
         block, parts = self._block(index, module), BlockParts(self.job.staging, index)
         records: list[dict] = []
         with self._original(block) as original:
-            given = self.execution, self.method.needs, self.job.request.run.experts, self.timings
-            measuring = Measuring(self.skeleton, block, self.states, *given, self.job.batch_count, original)
+            measuring = Measuring(
+                self.skeleton,
+                block,
+                self.states,
+                self.execution,
+                self.method.needs,
+                self.job.request.run.experts,
+                self.timings,
+                self.job.batch_count,
+                original,
+            )
             transformed, visits = self._transform(measuring, parts)
             self._stage_changed(block, transformed, parts)
-            given = self.method.solver, self.method.layout, self.timings
-            quantizer = self.quantizer(self.skeleton, *given, block, parts, transformed, self.curvatures)
+            quantizer = self.quantizer(
+                self.skeleton,
+                self.method.solver,
+                self.method.layout,
+                self.timings,
+                block,
+                parts,
+                transformed,
+                self.curvatures,
+            )
             caching = Statistic.CACHE in self.method.needs
             with closing(visits), cache_peaks.watched(module) if caching else nullcontext({}) as caches:
                 for visit in visits:

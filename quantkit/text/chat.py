@@ -44,7 +44,8 @@ class ChatTemplate:
         self._today = today
 
     def render(self, conversation: Conversation, answer: bool = False) -> str:
-        """Return the conversation as text with special tokens. answer: end where the next answer begins.
+        """Return the conversation as text with special tokens. answer: end with the beginning of the model's
+        next answer.
 
         Raises QuantkitError if the model has no template, or if the template rejects the messages.
         """

@@ -160,7 +160,8 @@ class CodeBookGrid(BlockGrid):
 
 
 def _make_even(size: Tensor, negative: Tensor, cost: Tensor) -> None:
-    """Flip the cheapest of eight signs in place if an odd number is negative; its `size` becomes negative."""
+    """Flip the cheapest sign of every eight weights of which an odd number is negative, in place; the flipped
+    weight's `size` becomes negative."""
     cost, signs, sizes = (part.unflatten(0, (-1, SIGNS)) for part in (cost, negative, size))
     odd = signs.sum(1, keepdim=True) % 2 == 1
     cheapest = (cost == cost.amin(1, keepdim=True)).cumsum(1)

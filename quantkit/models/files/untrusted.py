@@ -216,7 +216,8 @@ TEXT = 1 << 16  # characters of a text; a prefix is added once per text
 
 def refuse_tokenizer_file(path: Path) -> None:
     """Raise QuantkitError for a tokenizer.json that would abort the process: the library allocates memory for
-    the largest id, and removes continuing_subword_prefix from every merge's second part unchecked."""
+    the largest id, and removes continuing_subword_prefix from the second part of every merge without checking
+    that it is there."""
     if not path.is_file():
         return
     data = path.read_bytes()

@@ -37,14 +37,16 @@ class Model(NamedTuple):
 
     @property
     def is_70b(self) -> bool:
-        """Return whether llama.cpp counts 80 blocks as a 70B: of Llama with grouped heads, or of Qwen 2."""
+        """Return whether llama.cpp treats the model as a 70B: 80 blocks, and Llama with grouped heads or any
+        Qwen 2."""
         if self.architecture == "llama":
             return self.blocks == 80 and self.heads != self.kv_heads
         return self.blocks == 80 and self.architecture == "qwen2"
 
 
 def facts(index: int, count: int, model: Model, has_imatrix: bool) -> dict[str, bool]:
-    """Return whether each word in conditions of file_types.json holds for tensor `index` of `count`."""
+    """Return whether each word of the conditions in file_types.json is true of a tensor: number `index` among
+    `count` tensors of its kind."""
     eighth, last_eighth = count // 8, 7 * count // 8
     return {
         "else": True,

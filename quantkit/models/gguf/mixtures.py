@@ -234,7 +234,8 @@ def _kind(name: str) -> str | None:
 
 
 def _fitting(name: str, shape: Sequence[int], first_choice: str, unscaled: str | None = None) -> Choice:
-    """Return the type, or another if its blocks do not divide the columns or llama.cpp ignores its scale."""
+    """Return the type itself, or a replacement if its ggml blocks do not divide the columns or llama.cpp
+    ignores its scale."""
     columns, block = shape[-1] if len(shape) > 1 else 1, BLOCKS[first_choice][0]  # a vector is one column
     if unscaled:
         type = _fitting(name, shape, "Q8_0").type

@@ -52,7 +52,8 @@ class Experts(nn.Module):
             self.add_module(str(expert), child)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the output for `hidden [tokens, hidden]`, by `[tokens, k]` experts and weights."""
+        """Return the output for `hidden [tokens, hidden]`, given each token's experts and weights
+        `[tokens, k]`."""
         chosen = self._chosen(top_k_index)
         outputs = self._outputs(hidden, [rows for rows, _ in chosen])
         out = torch.zeros_like(hidden)

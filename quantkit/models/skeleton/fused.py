@@ -50,7 +50,8 @@ class Fused:
     routes: bool = True
 
     def parts(self) -> Iterator[tuple[str, str, slice]]:
-        """Yield each parameter, a projection in it (such as `gate_proj.weight`), and its slice of outputs."""
+        """Yield each parameter, the projection in it (such as `gate_proj.weight`), and the slice of its
+        outputs that is this projection."""
         gate, up, down = self.names
         rows = [(UP, up, slice(None)), (DOWN, down, slice(None))]
         if self.gated:
