@@ -31,7 +31,7 @@ def size_bytes(text: str, flag: str) -> int:
 def mean_bits(typed: str) -> str:
     """Return the hint for a fraction typed as a number of bits; "" for other texts."""
     hint = f"for a mean of {typed} bits, different in each linear: quantkit auto MODEL --bpw {typed}"
-    return hint if re.fullmatch(r"\d+\.\d+", typed) else ""
+    return hint if re.fullmatch(r"\d+\.\d*[1-9]0*", typed) else ""
 
 
 def parse_tokens(text: str) -> int:

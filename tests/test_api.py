@@ -147,10 +147,10 @@ def test_a_call_inside_a_running_event_loop(tiny_model, tmp_path):
     "call, message",
     [
         (lambda: quantkit.quantize("gptk", "m"), "no method 'gptk'"),
-        (lambda: quantkit.quantize("gptq", "m", bits="4"), "gptq: bits is '4', not int"),
+        (lambda: quantkit.quantize("gptq", "m", bits="4"), "gptq: bits is '4', not a whole number"),
         (lambda: quantkit.evaluate("m", context=4), "evaluate has unknown keys: context"),
-        (lambda: quantkit.evaluate("m", max_kld=True), "evaluate: max_kld is True, not str"),
-        (lambda: quantkit.plan("m", gpus=True), "plan: gpus is True, not int"),
+        (lambda: quantkit.evaluate("m", max_kld=True), "evaluate: max_kld is True, not text"),
+        (lambda: quantkit.plan("m", gpus=True), "plan: gpus is True, not a whole number"),
         (lambda: quantkit.plan(), "give either a model or --params"),
         (lambda: quantkit.auto("m"), "no budget is given"),
         (lambda: quantkit.convert("m", "exl2"), "--to exl2: no such layout"),

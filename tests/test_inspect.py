@@ -219,6 +219,7 @@ def remove(*gone: str):
         ("gptq", same, {"num_hidden_layers": 3}, "of 3 blocks, 1 without tensors: 2"),
         ("gptq", same, {"num_hidden_layers": 1}, "there are tensors of block 1"),
         ("plain", same, {"hidden_size": 64}, "has 128 columns, the configuration says 64"),
+        ("plain", same, {"hidden_size": "128"}, "config.json: hidden_size is the text '128', not a number"),
         ("plain", same, {"vocab_size": 600}, "has 512 rows, the configuration says 600 tokens"),
         (
             "plain", replace("model.embed_tokens.weight", lambda t: t[:500].clone()), {"vocab_size": 500},

@@ -313,6 +313,12 @@ def test_refusals(quantkit, code, arguments, words):
     assert re.fullmatch(r"error: \S.*\nhint: \S.*\n", err)
 
 
+def test_one_format_is_shown_alone(quantkit, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama-2-13b"]))
+    code, out, _ = quantkit(tmp_path / "config.json", "--format", "iq2_xxs")
+    assert code == 0 and "IQ2_XXS" in out and "Q4_K_M" not in out and "as stored" not in out
+
+
 def test_a_format_that_cannot_hold_the_model_is_refused(quantkit, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIGS["gpt2"]))

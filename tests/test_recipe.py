@@ -151,15 +151,15 @@ def test_settings_may_leave_out_the_section_and_write_dashes():
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("quant.bits", "4.5", ["4.5", "int", "quantkit auto MODEL --bpw 4.5"]),
+        ("quant.bits", "4.5", ["4.5", "a whole number", "quantkit auto MODEL --bpw 4.5"]),
         ("quant.bits", "true", ["True"]),
-        ("quant.bits", "", ["None", "int"]),
-        ("quant.sym", "1", ["1", "bool"]),
-        ("quant.damp", "high", ["high", "float"]),
-        ("calibration.samples", "'9'", ["'9'", "int"]),
+        ("quant.bits", "", ["None", "a whole number"]),
+        ("quant.sym", "1", ["1", "true or false"]),
+        ("quant.damp", "high", ["high", "a number"]),
+        ("calibration.samples", "'9'", ["'9'", "a whole number"]),
         ("calibration.seqlen", "true", ["True"]),
-        ("calibration.calibration", "5", ["5", "str"]),
-        ("run.exclude", "q_proj", ["q_proj", "a list of str"]),
+        ("calibration.calibration", "5", ["5", "not text"]),
+        ("run.exclude", "q_proj", ["q_proj", "a list of text"]),
         ("run.exclude", "[1]", ["1"]),
         ("quant.act_order", "sideways", ["sideways", "none", "group", "full"]),
         ("quant.layout", "magic", ["magic", "gptq", "compressed-tensors"]),
@@ -228,7 +228,7 @@ def test_unknown_settings_are_answered_with_the_nearest(setting, near):
     ("setting", "words"),
     [
         ("quant.bits", "has no value"),
-        ("quant.bits=[", "--set quant.bits=[ is not YAML"),
+        ("quant.bits=[", "--set quant.bits=[ is not YAML: line 1: expected"),
         ("run.exclude={a: 1}", "run.exclude is {'a': 1}"),
     ],
 )

@@ -39,8 +39,8 @@ class Question:
     )
     format: str | None = option(
         None,
-        "With --json: format of the weights that requests_that_fit and roofline are for: bf16, int8, nf4, "
-        "gptq, awq, mlx, a GGUF file type or stored. (default: stored for a quantized model, else bf16)",
+        "Show one format of the weights: a method, a GGUF file type, bf16, mlx or stored (as the files are). "
+        "A wrong name lists all. With --json: the format of requests_that_fit and roofline.",
     )
     samples: int = option(128, "Number of calibration sequences of a job.")
     seqlen: int = option(512, "Tokens per calibration sequence of a job.")

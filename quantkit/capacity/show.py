@@ -1,6 +1,6 @@
 """Prints a forecast: the model, the sizes of all formats, and the jobs that make them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rich.console import Console
@@ -16,15 +16,17 @@ MISSING = "–"
 Record = dict[str, Any]
 
 
-def show(record: Record, quiet: bool = False) -> None:
-    """Print a record of forecast.py. quiet: omit explanations, but not warnings."""
+def show(record: Record, quiet: bool = False, one_format: bool = False) -> None:
+    """Print a record of forecast.py. quiet: omit explanations, but not warnings. one_format: show only the
+    format of the record's `method`."""
     console = Console(highlight=False, markup=False)
+    formats = (record["method"],) if one_format else SHOWN
     print_facts(console, _about(record))
-    console.print(_weights(record))
+    console.print(_weights(record, formats))
     print_facts(console, _cache(record))
     if record["job"]:
         console.print(_jobs(record))
-    for line in () if quiet else _remarks(record):
+    for line in () if quiet else _remarks(record, formats):
         print_line(console, line, "dim")
     for note in record["notes"]:
         print_line(console, f"note: {note}")
@@ -74,7 +76,7 @@ def _about(record: Record) -> dict[str, str]:
     return facts
 
 
-def _weights(record: Record) -> Table:
+def _weights(record: Record, formats: Iterable[str]) -> Table:
     """Return a table with one row per format; fit and speed are columns only if a device is given."""
     device = record["device"] or {}
     columns: dict[str, Callable[[Record], str]] = {
@@ -93,9 +95,9 @@ def _weights(record: Record) -> Table:
     table = make_table("weights", *columns)
     table.collapse_padding = True  # fits 80 columns
     stored = record["weights"].get(STORED)
-    if stored and stored["bytes"] != record["weights"]["bf16"]["bytes"]:
+    if stored and STORED not in formats and stored["bytes"] != record["weights"]["bf16"]["bytes"]:
         table.add_row("as stored", *(cell(stored) for cell in columns.values()))
-    for name in SHOWN:
+    for name in formats:
         row = record["weights"][name]
         known = row["bytes"] is not None
         table.add_row(name, *(cell(row) if known else MISSING for cell in columns.values()))
@@ -141,10 +143,10 @@ def _jobs(record: Record) -> Table:
     return table
 
 
-def _remarks(record: Record) -> Iterator[str]:
+def _remarks(record: Record, formats: Iterable[str]) -> Iterator[str]:
     """Yield the lines below the tables: reasons for refusals, and where the times come from."""
     remarks: dict[str, list[str]] = {}
-    for name in SHOWN:
+    for name in formats:
         row = record["weights"][name]
         if row["bytes"] is None:
             remarks.setdefault(f"not possible: {row['reason']}", []).append(name)

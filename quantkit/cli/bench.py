@@ -47,7 +47,7 @@ def _command(
         argument,
         *flags.by_panel(PANELS, kind),
         shared=("html", "plot", *flags.OPENING),
-        helps=flags.FIRST_REVISION,
+        helps=flags.FIRST_REVISION if kind is BenchSettings else None,
     )
     def invoke(**values: Any) -> None:
         from quantkit.evaluation.comparison.report import Outputs

@@ -5,7 +5,7 @@ Examples:
   quantkit plan org/name --gpu a100-40g --ctx 32768 --kv-dtype fp8     # headers only are fetched
   quantkit plan --params 70B --vram 48 --bandwidth 960
   quantkit plan --params 671B-A37B --gpu h200 --gpus 8     # 37 of 671 billion parameters are active
-  quantkit plan ./model --gpu h100-80g --format gptq --json
+  quantkit plan ./model --gpu h100-80g --format IQ2_XXS
 """
 
 from typing import Any
@@ -35,4 +35,5 @@ def command(
 
     question = flags.options(Question, values)
     record = forecast.answer(model, params, question, values["revision"], values["offline"])
-    streams.present(record, values["as_json"], lambda: show.show(record, values["quiet"]))
+    one_format = question.format is not None
+    streams.present(record, values["as_json"], lambda: show.show(record, values["quiet"], one_format))

@@ -81,6 +81,9 @@ def model_problems(
     """Yield problems: missing or extra blocks, and embeddings that contradict configuration or tokenizer.
     Yields nothing if it is unclear which stack of blocks is the language model."""
     config = contents.text_config
+    for name, value in config.items():
+        if isinstance(value, str) and (name.startswith("num_") or name.endswith("_size")):
+            yield f"config.json: {name} is the text {value!r}, not a number"
     stack = language_stack([weight.name for weight in weights])
     if stack is None:
         return

@@ -54,8 +54,7 @@ class AwqLayout(Layout):
         if spec.conv1d:
             return "awq's clients replace nn.Linear alone, and this is a Conv1D: use gptq"
         if spec.grid.bits != BITS:
-            other = "give all linears 4 bit, or use the layout compressed-tensors"
-            return f"awq holds 4 bit, not {spec.grid.bits}: {other}"
+            return f"awq holds 4 bit, not {spec.grid.bits}: --layout compressed-tensors holds 2 to 8 bits"
         expected = spec.in_features if self.group_size == -1 else self.group_size
         if spec.grid.group_size != expected:
             return f"awq holds one group size for all linears, {self.group_size}, not {spec.grid.group_size}"

@@ -60,7 +60,8 @@ def open_source(options: CalibrationOptions, offline: bool, seqlen: int) -> Sour
     """
     named, column, revision = options.calibration, options.text_column, options.calibration_revision
     size = TOKEN_CHARS * seqlen
-    is_file = not named or Path(named).exists() or named.endswith(FILES)
+    require(named != "", "--calibration names no text", "leave it out for the shipped text", USAGE)
+    is_file = named is None or Path(named).exists() or named.endswith(FILES)
     reference = None if is_file else hub_datasets.parse(named)
     what = "--calibration-revision is for datasets of the hub"
     require(revision is None or reference, what, "leave it out", USAGE)

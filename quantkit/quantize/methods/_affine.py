@@ -33,8 +33,10 @@ class AffineMethod(Method):
         for name, bits in {"bits": options.bits, **outside}.items():
             check_grid(bits, options.group_size, "" if name == "bits" else f"--{name} {bits}")
             reason = layout.check(spec_of_shape(USUAL, USUAL, method._width(bits, options.group_size, USUAL)))
-            hint = "choose bits and groups that it has"
-            require(not reason, f"--layout {options.layout}: {reason}", hint, UNSUPPORTED)
+            flag = f"--layout {options.layout}" if name == "bits" else f"--{name} {bits}"
+            what, _, advice = (reason or "").partition(": ")
+            hint = advice or "choose bits and groups that it has"
+            require(not reason, f"{flag}: {what}", hint, UNSUPPORTED)
         for name in sorted(outside.keys() - layout.outside):
             what = f"--{name} {outside[name]}: clients of --layout {options.layout} read no packed {name}"
             hint = f"leave out --{name}, or use --layout mlx or quantkit gguf"

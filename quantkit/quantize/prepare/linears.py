@@ -193,8 +193,10 @@ def _refuse_unfit(specs: Sequence[LinearSpec], layout: Layout) -> None:
         if all("group_size" in vars(spec.grid) and not spec.grid.spans_matrix for spec in odd):
             hint = f"these group sizes divide all of them: {', '.join(map(str, [*fits, -1]))}; or {hint}"
         raise QuantkitError(_by_reason(refused), hint, USAGE)
-    what = f"the layout cannot hold {count(len(refused), 'linear')}: {_by_reason(refused)}"
-    require(not refused, what, f"change the options as shown, or {hint}", UNSUPPORTED)
+    reasons = [(spec, reason.partition(": ")[0]) for spec, reason in refused]  # advice follows the colon
+    advice = {reason.partition(": ")[2] for _, reason in refused} - {""}
+    what = f"the layout cannot hold {count(len(refused), 'linear')}: {_by_reason(reasons)}"
+    require(not refused, what, "; or ".join([*sorted(advice), hint]), UNSUPPORTED)
 
 
 def _by_reason(refused: Sequence[tuple[LinearSpec, str]]) -> str:

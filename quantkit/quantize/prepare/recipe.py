@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, did_you_mean, nearest, require
+from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, did_you_mean, first_line, nearest, require
 from quantkit.models.files import untrusted
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import methods
@@ -144,7 +144,8 @@ def _parse(origin: str, text: str) -> Any:
 
 
 def _not_yaml(origin: str, error: Exception) -> QuantkitError:
-    why = " ".join(str(error).split())  # PyYAML draws the place on lines of its own
+    mark = getattr(error, "problem_mark", None)
+    why = f"line {mark.line + 1}: {error.problem}" if mark else first_line(error)
     return QuantkitError(f"{origin} is not YAML: {why}", "see quantkit recipes init", USAGE)
 
 

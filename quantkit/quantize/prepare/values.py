@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 from quantkit.errors import USAGE, QuantkitError, did_you_mean, nearest
 from quantkit.options import DTYPES, mean_bits
 
+WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
+
 
 class Key(NamedTuple):
     """An option by its name in recipes or calls. kind: type of its value."""
@@ -97,4 +99,4 @@ def _named(kind: Any) -> str:
         return "one of " + ", ".join(_choices(kind))
     if get_origin(kind) is tuple:
         return f"a list of {_named(parts[0])}"
-    return " or ".join(_named(part) for part in parts if part is not type(None)) if parts else kind.__name__
+    return " or ".join(_named(part) for part in parts if part is not type(None)) if parts else WORDS[kind]
