@@ -786,10 +786,10 @@ def test_memory_decides_the_mode_and_is_refused_when_short(make, refuse, model, 
     assert chosen(int(repeat / 0.8) + 1) == ("repeat", "device", repeat)
     assert chosen(disk) == ("repeat", "disk", disk)
     error, hint = refuse(5, "gptq", model, *small, "--sequential", "suspend")
-    assert "of memory" in error and hint.startswith("use --target own --sequential repeat --states disk ")
+    assert "of memory" in error and hint.startswith("use --sequential repeat, with which the job needs ")
     monkeypatch.setattr(plan, "free_memory", lambda device: disk - 1)
     error, hint = refuse(5, "gptq", model, *small)
-    assert hint.endswith("fewer --samples or a shorter --seqlen")
+    assert hint.startswith("use --samples 4, with which the job needs ")
     assert not list(tmp_path.glob("tiny-*"))
 
 

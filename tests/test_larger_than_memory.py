@@ -436,8 +436,8 @@ def test_what_cannot_fit_is_refused_before_anything_is_read_with_what_would(
     done = quantkit(*asked, "--batch-size", 16)
     error, hint = done.err.splitlines()[-2:]
     assert done.code == 5 and "the job needs about " in error and not read
-    options, _, text = hint.removeprefix("hint: use ").partition(", then ")
-    assert "--samples" in text
+    options, needs, _ = hint.removeprefix("hint: use ").partition(", with which the job needs about ")
+    assert options == "--batch-size 1" and needs
     assert quantkit(*asked, *shlex.split(options), "--dry-run").code == 0
 
 

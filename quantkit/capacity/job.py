@@ -87,14 +87,15 @@ def _record(method: str, source: Source, question: Question, dtype: str | None =
     if dtype is None:
         dtype = compute_dtype("float32" if parameters.quantized else source.settings.stored_dtype, on_gpu)
     memory = device.memory_bytes if device else room().nbytes
-    if memory is not None and not on_gpu:
-        memory = max(0, memory - INTERPRETER_BYTES)
+    interpreter = 0 if on_gpu else INTERPRETER_BYTES
+    memory = memory and max(0, memory - interpreter)
     size = partial(_execution, work, source, DTYPE_BYTES[dtype], memory, on_gpu)
     execution, need = size(question)
     fits = None if memory is None else need.computing <= memory
     seconds, factor, basis = _seconds(work, source, question, dtype, execution)
+    remedy = _remedy(size, question, memory, interpreter) if fits is False and work.sample else None
     return {
-        "peak_memory_bytes": need.computing + (0 if on_gpu else INTERPRETER_BYTES),
+        "peak_memory_bytes": need.computing + interpreter,
         "above_interpreter_bytes": need.computing,
         "host_memory_bytes": need.host + INTERPRETER_BYTES,
         "fits": fits,
@@ -107,7 +108,7 @@ def _record(method: str, source: Source, question: Question, dtype: str | None =
         "seconds": seconds,
         "seconds_factor": factor,
         "basis": basis,
-        "remedy": None if fits is not False or not work.sample else _remedy(size, question, memory),
+        "remedy": remedy,
     }
 
 
@@ -152,15 +153,15 @@ def _execution(
     return {"sequential": sequential, "states": states if needs else None}, need
 
 
-def _remedy(size: Any, question: Question, memory: int) -> dict[str, Any] | None:
-    """Halve the number of calibration sequences until the job fits. Return the flags and the peak; None if
-    one sequence is too much. size: `_execution` of a question."""
+def _remedy(size: Any, question: Question, memory: int, interpreter: int) -> dict[str, Any] | None:
+    """Halve the number of calibration sequences until the job fits. Return the flags and the peak, with the
+    bytes of the interpreter; None if one sequence is too much. size: `_execution` of a question."""
     samples = question.samples // 2
     while samples:
         execution, need = size(replace(question, samples=samples))
         if need.computing <= memory:
             flags = {"samples": samples} | execution
-            return {"flags": typed(flags), "peak_memory_bytes": need.computing}
+            return {"flags": typed(flags), "peak_memory_bytes": need.computing + interpreter}
         samples //= 2
     return None
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from quantkit.quantize.prepare.shapes import Shapes, of_largest_block
 from quantkit.tables import size
 
 ENCODING = 1 << 24  # temporaries of an encoder
-LESS = "--sequential repeat --states disk --batch-size 1, then fewer --samples or a shorter --seqlen"
+NONE_FITS = "a machine with more memory: no option makes it fit"
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class FreeMemory:
             check_memory(peak.computing, self.computing, remedy, self.device)
             host = self.host
         if self.limit and self.limit.left <= self.host:
-            remedy = self.limit.raised(peak.host)
+            remedy = self.limit.raised(peak.host) + f", or {remedy}" * (remedy != NONE_FITS)
         check_memory(peak.host, host, remedy, limit=self.limit)
 
 
@@ -194,14 +195,7 @@ def decide(
     if execution.sequential == "repeat" and Statistic.HESSIAN in method.needs:
         execution = replace(execution, at_once=memory.sites_at_once(shapes, free.computing, need(execution)))
     peak = need(execution)
-    least = replace(execution, sequential="repeat", states="disk", batch_size=1)
-    if peak_of(shapes, (1, 1), least).computing < peak.computing:
-        remedy = f"--target own {LESS}" if Statistic.DRIFT in method.needs else LESS
-    elif free.holds(peak_of(replace(shapes, predicted=0), shape, execution)):
-        remedy = "--loss-tokens 0"
-    else:
-        remedy = "a machine with more memory: no option makes it fit"
-    free.check(peak, remedy)
+    free.check(peak, "" if free.holds(peak) else _remedy(free, peak_of, shapes, shape, options, execution))
     scratch, spilled = 0, 0
     if Statistic.CURVATURE in method.needs and any(spec.grid for spec in specs):
         scratch = memory.scratch_bytes(len(skeleton.blocks), shapes)
@@ -221,6 +215,34 @@ def decide(
         matrices=sizes.matrices,
         ranks=distributed.count(),
     )
+
+
+def _remedy(
+    free: FreeMemory,
+    peak_of: Callable[[Shapes, tuple[int, int], Execution], Peak],
+    shapes: Shapes,
+    shape: tuple[int, int],
+    options: RunOptions,
+    execution: Execution,
+) -> str:
+    """Return the flags with which a calibrated job fits, and its memory then. They cost time first, then the
+    measured loss, then calibration text."""
+    least = replace(execution, sequential="repeat", states="disk", at_once=1)
+    halves = [shape[0] >> power for power in range(shape[0].bit_length())]
+    for samples, predicted, batch_size in product(halves, (shapes.predicted, 0), (execution.batch_size, 1)):
+        run = replace(least, batch_size=batch_size)
+        peak = peak_of(replace(shapes, predicted=predicted), (samples, shape[1]), run)
+        if samples >= distributed.count() and free.holds(peak):
+            flags = {
+                f"--samples {samples}": samples < shape[0],
+                "--sequential repeat": options.sequential == "suspend",
+                "--states disk": options.states in ("device", "host"),
+                "--batch-size 1": batch_size < execution.batch_size,
+                "--loss-tokens 0": predicted < shapes.predicted,
+            }
+            chosen = " ".join(flag for flag, differs in flags.items() if differs)
+            return f"{chosen}, with which the job needs about {size(peak.computing)}"
+    return NONE_FITS
 
 
 def _executions(
