@@ -245,6 +245,8 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         _print_outliers(console, summary.outlier_columns)
     for linear, reason in summary.fallbacks.items():
         print_line(console, f"  {linear}: {reason}", indent=4)
+    for note in summary.steps_down:
+        print_line(console, f"note: {note}")
     print_load(console, summary.output)
     if evaluation:
         report(evaluation).show()

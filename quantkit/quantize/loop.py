@@ -20,7 +20,7 @@ from quantkit.layouts import Statistic
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import check_unchanged, watched
 from quantkit.models.machine import distributed
-from quantkit.models.machine.device import give_back
+from quantkit.models.machine.device import fallbacks, give_back
 from quantkit.models.machine.memory import keep_freed_pages, map_large_blocks, mapped
 from quantkit.quantize.calibrate import cache_peaks, curvature, original_every, schedule, walk
 from quantkit.quantize.calibrate.curvature import Curvatures
@@ -93,6 +93,7 @@ class Loop:
         self.skeleton, self.method = job.skeleton, job.method
         self.execution = job.plan.execution
         self.timings = Timings(job.skeleton.device)
+        fallbacks.clear()  # of an earlier job of this process
         self.place = Place(self.execution.states, job.staging.folder)
         if self.execution.states == "disk" and self.job.request.run.states != "disk":
             note = "hidden states do not fit into memory: a file next to the output keeps them"

@@ -41,7 +41,7 @@ def without(parts: tuple[str, ...]) -> Iterator[None]:
         if "replays" in parts:
             stack.enter_context(mock.patch.object(GptqSolver, "_replays", None))
         if "kernel" in parts:
-            stack.enter_context(mock.patch.object(columns, "_kernel", lambda device: None))
+            stack.enter_context(mock.patch.object(columns, "triton_kernel", lambda device, load: None))
         yield
 
 

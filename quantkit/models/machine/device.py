@@ -4,8 +4,11 @@ All calls to a device are made here. Its torch module (`torch.cuda`, `torch.xpu`
 name, so one code path serves all devices.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from subprocess import CalledProcessError
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,8 +19,9 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
 from quantkit.models.machine import memory, processor
 from quantkit.options import unknown_device
 
+T = TypeVar("T")
 WIDENED = 4096  # rows of a weight, such as the head's, that are in float32 at a time
-fallbacks: list[str] = []  # what this process does without on its device; jobs report them
+fallbacks: list[str] = []  # what the current job does without on its device; its reports say so
 
 
 def fall_back(what: str, error: Exception) -> None:
@@ -27,10 +31,56 @@ def fall_back(what: str, error: Exception) -> None:
         fallbacks.append(note)
 
 
+def triton_kernel(device: torch.device, load: Callable[[torch.device], T]) -> T | None:
+    """Return the kernel that `load` imports and tries on a CUDA device, once in a process; None, noted, if
+    Triton is absent or cannot compile it."""
+    kernel = _tried(device, load)
+    if isinstance(kernel, Exception):
+        fall_back("the Triton kernel", kernel)
+        return None
+    return kernel
+
+
+@cache
+def _tried(device: torch.device, load: Callable[[torch.device], T]) -> T | Exception:
+    try:
+        from triton.errors import TritonError
+    except ImportError as error:
+        return error
+    try:
+        return load(device)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, OSError, CalledProcessError, TritonError) as error:  # most often: no C compiler
+        return error
+
+
+def graph_pool(device: torch.device) -> Any:
+    """Return memory that CUDA graphs share, of which only one runs at a time; None on other devices."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+def record_graph(function: Callable[[], T], pool: Any) -> tuple[T, Any] | None:
+    """Return what `function` returns and a CUDA graph of its launches; None, noted, if it cannot be recorded.
+    The result is valid after each `replay()` of the graph."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            return function(), graph
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        torch.cuda.set_stream(stream)  # after an error, torch stays on the stream of the recording
+        fall_back("CUDA graphs", error)
+        return None
+
+
 def choose_device(requested: str) -> torch.device:
     """Return the requested device; `auto` is cuda if available, else cpu.
 
-    Also switches off TF32 for float32 matrix products: Hessians and their factors need more than its 10 bits.
+    Also makes it torch's current device, and switches off TF32 for float32 matrix products: Hessians and
+    their factors need more than its 10 bits.
+
     Raises QuantkitError for an invalid device (exit code 2) or an unavailable one (4).
     """
     torch.set_float32_matmul_precision("highest")
@@ -46,6 +96,8 @@ def choose_device(requested: str) -> torch.device:
         if not getattr(torch, device.type).is_available():  # AttributeError: torch has no such module
             raise RuntimeError(f"torch {torch.__version__} finds none")
         torch.empty(1, device=device)
+        if device.index is not None:  # graphs and kernels run on the current device
+            torch.get_device_module(device).set_device(device)
     except (RuntimeError, AssertionError, AttributeError) as error:
         why = "nothing computes there" if isinstance(error, AttributeError) else first_line(error)
         what = f"device {requested!r} is not available: {why}"

@@ -69,6 +69,7 @@ def finish(
         with timings("loss"):
             expected = loss.of_original(jobs[0], partial(progress.counting, LOSS))
     return_freed_pages(also_kept=True)
+    timings.notes += fallbacks
     progress.phase(VERIFY)
     summaries = []
     for job, draft in zip(jobs, drafts, strict=True):
@@ -205,7 +206,7 @@ def summarize(
         outlier_columns=recorded("outlier_columns"),
         scaled=recorded("scaled") if job.method.transform else None,
         seconds=dict(timings.seconds),
-        steps_down=[*timings.notes, *(note for note in fallbacks if note not in timings.notes)],
+        steps_down=list(timings.notes),
         activations=activations(job.material.config),
         loss=measured,
     )

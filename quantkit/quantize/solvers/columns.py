@@ -12,9 +12,7 @@ share the launches: `Wt [in, matrices * out]` has the rows of all, and each has 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from importlib.util import find_spec
-from subprocess import CalledProcessError
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +20,9 @@ from torch import Tensor
 
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.grid import Grid
+from quantkit.grids.nf4 import Nf4Grid
 from quantkit.grids.parallel import rows_at_once
-from quantkit.models.machine.device import fall_back
+from quantkit.models.machine.device import triton_kernel
 from quantkit.quantize.solvers.batching import add_product, as_batch, by_matrix
 
 BATCH = 128  # columns between two lazy updates; the paper's B
@@ -33,23 +32,17 @@ RUN_TEMPORARIES = 4  # tensors of the size of a run
 
 def chain_for(device: torch.device, grid: Grid) -> Callable[..., None] | None:
     """Return the kernel that chooses a run of columns at once (`chain.py`); None if there is none."""
-    return _kernel(device) if device.type == "cuda" and grid.limits else None
-
-
-@cache
-def _kernel(device: torch.device) -> Callable[..., None] | None:
-    """Return the kernel if it can be compiled here, else None."""
-    if find_spec("triton") is None:
+    if device.type != "cuda" or not grid.limits:
         return None
-    from triton.errors import TritonError
+    return triton_kernel(device, _loaded)
 
+
+def _loaded(device: torch.device) -> Callable[..., None]:
+    """Import the kernel and try its longest run: levels that are computed, and levels from a table."""
     from quantkit.quantize.solvers.chain import chain
 
-    try:
-        chain(*torch.zeros(3, 1, 16, 16, device=device), AffineGrid(4, 16))
-    except (RuntimeError, OSError, CalledProcessError, TritonError) as error:  # most often: no C compiler
-        fall_back("the Triton kernel", error)
-        return None
+    for tried in (AffineGrid(4, LONG_RUN), Nf4Grid()):
+        chain(*torch.zeros(3, 1, LONG_RUN, LONG_RUN, device=device), tried)
     return chain
 
 

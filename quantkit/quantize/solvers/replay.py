@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.grid import each_of
-from quantkit.models.machine.device import fall_back
+from quantkit.models.machine.device import graph_pool, record_graph
 
 LARGEST = 1 << 23  # elements of the first tensor; above, kernels take longer than their launches
 KEPT = 24  # size of the LRU cache of functions with their addresses and graphs
@@ -40,8 +40,7 @@ class Replays:
         if tensors[0].numel() > LARGEST:
             return function(*tensors, params)
         key = (key, tensors[0].device, len(params), *(tensor.shape for tensor in tensors))
-        if tensors[0].device.type == "cuda" and self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        self._pool = self._pool or graph_pool(tensors[0].device)
         replay = self._kept.pop(key, None) or _Replay(function, tensors, params)
         self._kept[key] = replay
         if len(self._kept) > KEPT:
@@ -59,7 +58,7 @@ class _Replay:
         self.function, self.calls = function, 0
         self.tensors = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in tensors]
         self.params = [each_of(torch.clone, each) for each in params]
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph = None  # what `record_graph` returns
 
     def __call__(self, tensors: Sequence[Tensor], params: Sequence[Any], pool: Any) -> list:
         for buffer, tensor in zip(self.tensors, tensors, strict=True):
@@ -68,20 +67,10 @@ class _Replay:
             each_of(Tensor.copy_, kept, given)
         self.calls += 1
         if self.calls == 2 and pool is not None:  # the first call loads kernels and fills caches of constants
-            self._record(pool)
+            recorded = record_graph(lambda: self.function(*self.tensors, self.params), pool)
+            self.result, self.graph = recorded or (None, None)
         if self.graph:
             self.graph.replay()
         else:
             self.result = self.function(*self.tensors, self.params)
         return [each_of(torch.clone, each) for each in self.result]
-
-    def _record(self, pool: Any) -> None:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self.result = self.function(*self.tensors, self.params)
-            self.graph = graph
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            fall_back("CUDA graphs", error)
