@@ -45,20 +45,20 @@ class Stage:
 
 STAGES = (
     Stage("device", 60, "doctor; launches, copies, products and factors a second"),
-    Stage("methods", 180, "every method on the bundled model, against the CPU's result"),
     Stage(
-        "blocks", 300, "jobs on two blocks of Llama-3-8B's shapes: seconds by phase, memory against the plan"
+        "whole", 600, "jobs on all of a model of Llama-3-8B's shapes, then its loss: time, memory, the plan"
     ),
-    Stage(
-        "whole",
-        600,
-        "jobs on all of a model of Llama-3-8B's shapes, then its loss: seconds, memory, the plan",
-    ),
-    Stage("sweep", 120, "GPTQ with and without its graphs and its kernel"),
     Stage("tests", 240, "the tests of an accelerator on the real device"),
-    Stage("large", 300, "the same jobs on one block of a 70B model and of a mixture"),
+    Stage("large", 300, "jobs on one block of a 70B model and of a mixture"),
+    Stage(
+        "peers",
+        360,
+        "llm-compressor and GPTQModel on two blocks of the 8B model, the former on all",
+    ),
+    Stage("methods", 180, "every method on the bundled model, against the CPU's result"),
+    Stage("blocks", 300, "jobs on two blocks of the 8B model: seconds by phase, memory against the plan"),
     Stage("vllm", 420, "vLLM with its kernels on what was written: KL divergences"),
-    Stage("peers", 360, "llm-compressor and GPTQModel on the same blocks; llm-compressor on the whole model"),
+    Stage("sweep", 120, "GPTQ with and without its graphs and its kernel"),
     Stage("bench", 240, "attention, batching, decoding, speculative decoding"),
     Stage("ranks", 150, "two processes on two devices against one"),
 )
@@ -243,6 +243,8 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     add("--write", action="store_true", help="write a section of the page")
     add("--page", type=Path, default=ROOT / "docs/measurements/gpu.md")
     args = parser.parse_args(given)
+    if args.rehearse and args.write and args.page == parser.get_default("page"):
+        parser.error("a rehearsal does not replace what a GPU measured: add --page FILE")
     args.device = "cpu" if args.rehearse else args.device
     args.work = args.work.resolve()
     args.results = args.results and args.results.resolve()

@@ -135,6 +135,12 @@ def test_weights_of_another_order_are_told_from_another_last_place(tmp_path):
     assert accelerator.far_apart(one, other) == [name]
 
 
+def test_a_rehearsal_does_not_replace_what_a_gpu_measured(capsys):
+    with pytest.raises(SystemExit):
+        gpu_day.main(["--rehearse", "--write"])
+    assert "add --page FILE" in capsys.readouterr().err
+
+
 def test_a_page_of_a_device():
     rows = {"torch": {"device": "H100", "memory_bytes": 80e9, "torch": "2.13"}, "doctor": {"error": "a|b"}}
     about = {"stage": "device", "summary": "", "state": "done", "rows": rows}
@@ -148,7 +154,7 @@ def test_a_page_of_a_device():
     assert "| gptq | 2.5 | 1.25 | 0.1 | 3 GB |" in text and "| rtn | 3 | 1.5 | – | 4 GB |" in text
     assert "| awq | error: a\\|b |" in text and "Measured with a 1." in text
     assert "- doctor: error: a\\|b" in page.rows_of(rows | {"rates": {"flops_float32": 2e12}})
-    assert page.section([]) == page.NOTHING
+    assert page.section([]) == "Nothing was measured.\n"
 
 
 def rehearsed(tmp_path: Path, code: int, *flags: str, start=gpu_day.started) -> dict[str, dict]:

@@ -153,14 +153,17 @@ TINY = {
     "whole Llama-3-8B": (128, 128, 2, 2, 1, 0),
 }
 JOBS = {
-    "gptq": "gptq", "gptq unscaled": "gptq --transform none", "awq": "awq", "gguf": "gguf -t Q4_K_M",
+    "gptq": "gptq", "gptq host": "gptq --states host", "gptq unscaled": "gptq --transform none",
+    "awq": "awq", "gguf": "gguf -t Q4_K_M",
     "nf4": "nf4", "nf4 gptq": "nf4 --solver gptq", "fp8": "fp8", "fp4": "fp4",
     "fp4 inputs": "fp4 --activations", "gptq ct": "gptq --layout compressed-tensors", "w8a8": "w8a8",
     "gptq 2048": "gptq --seqlen 2048",
     "gptq ct 8": "gptq --layout compressed-tensors --bits 8", "mxfp4": "fp4 --format mxfp4",
+    "mxfp8": "fp8 --format mxfp8", "w4a8 int8": "gptq --layout compressed-tensors --activations int8",
+    "w4a8 fp8": "gptq --layout compressed-tensors --activations fp8",
 }  # fmt: skip
-LARGE = ("gptq", "gguf", "nf4", "fp8", "awq", "mxfp4")
-WHOLE = ("gptq", "nf4", "fp8", "fp4", "gguf")
+LARGE = ("gptq", "gptq host", "gguf", "nf4", "fp8", "awq", "mxfp4")
+WHOLE = ("gptq", "gptq host", "gguf", "nf4", "fp8", "fp4", "awq")
 
 
 def shape(run: Run, name: str) -> Path:

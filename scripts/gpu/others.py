@@ -45,7 +45,8 @@ def environment(run: Run, tool: str, note: str = "") -> Path:
 
 # vllm
 
-CHECKPOINTS = ("gptq", "awq", "gptq ct", "gptq ct 8", "fp8", "w8a8", "fp4", "fp4 inputs")
+ON_A_GPU = ("mxfp8", "w4a8 int8", "w4a8 fp8")  # vLLM's CPU build has no kernel for them
+CHECKPOINTS = ("gptq", "awq", "gptq ct", "gptq ct 8", "fp8", "w8a8", "fp4", "fp4 inputs", *ON_A_GPU)
 BLACKWELL = 10  # capability from which a device multiplies in 4 bit
 
 
@@ -58,6 +59,7 @@ def vllm(run: Run) -> None:
     if run.device == "cpu":
         without["gptq ct 8"] = "vLLM's CPU build has no kernel for integers of 8 bits"
         without["fp4"] = "vLLM's CPU build has no kernel for 4-bit floats"
+        without |= dict.fromkeys(ON_A_GPU, "vLLM's CPU build has no kernel for it")
     for name, why in without.items():
         run.result["rows"].setdefault(name, {"skipped": why})
     for name in ("original", *CHECKPOINTS):

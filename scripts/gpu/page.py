@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common import table, versions
 
-NOTHING = "**quantkit has not run on a real GPU yet.** Every number in these pages was measured on CPUs.\n"
+NOTHING = "A rehearsal on the CPU, on tiny models. Its figures say nothing of a GPU.\n"
 LEFT_OUT = {"versions", "took", "execution", "checks"}
 Rows = dict[str, dict]
 
@@ -57,7 +57,7 @@ def section(results: list[dict]) -> str:
     device = next((result for result in results if result["stage"] == "device"), {"rows": {}})
     about = device["rows"].get("torch", {})
     if about.get("device", "cpu") == "cpu":
-        text = NOTHING + ("\nA rehearsal on the CPU, on tiny models:\n" if results else "")
+        text = NOTHING if results else "Nothing was measured.\n"
     else:
         memory = f"{about['memory_bytes'] / 1e9:.0f} GB"
         text = f"Measured on one {about['device']} ({memory}) with torch {about['torch']}.\n"

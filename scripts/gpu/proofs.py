@@ -49,7 +49,7 @@ def one_way(run: Run, way: str, size: tuple[int, int], plain: dict) -> dict:
     from quantkit.grids.affine import AffineGrid
     from quantkit.quantize.solvers.gptq import GptqSolver
 
-    grid, row = AffineGrid(4, 128), {}
+    grid, row = AffineGrid(4, 128, signed=True), {}
     weight, hessian = problem(run, *size)
     with without(WAYS[way]), torch.inference_mode():
         for refine in (0, 2):

@@ -7,6 +7,7 @@ import torch
 
 from quantkit.errors import UNSUPPORTED, name_all, require
 from quantkit.models.machine import distributed
+from quantkit.models.machine.device import machine_of
 from quantkit.options import CalibrationOptions, RunOptions
 
 OPTIONS = {
@@ -61,7 +62,7 @@ def check_equal(fingerprint: dict) -> None:
     mine = {name: value for name, value in fingerprint.items() if name != "source_sha256"}
     mine |= {"processor": torch.backends.cpu.get_cpu_capability()}
     if mine["execution"]["device"] != "cpu":
-        mine |= {"GPU": torch.cuda.get_device_name()}
+        mine |= {"GPU": machine_of(torch.device(mine["execution"]["device"]))}
     first, *others = distributed.all_gather(mine)
     for rank, other in enumerate(others, 1):
         different = differences(first, other)
