@@ -1,5 +1,6 @@
 """The parts of `quantkit auto`: allocation, units, streams, curve, budgets."""
 
+import ctypes
 import itertools
 import random
 from dataclasses import replace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 
 import jobs
 import pytest
+import scipy.optimize
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -65,6 +67,18 @@ def test_the_allocation_is_the_best_of_all(seed):
         fitting = [choice for choice in every(units) if nbytes(units, choice) <= budget]
         assert nbytes(units, found) <= budget
         assert lost(losses, found) == pytest.approx(min(lost(losses, one) for one in fitting), rel=1e-5)
+
+
+def test_what_the_solver_prints_does_not_reach_standard_output(monkeypatch, capfd):
+    """HiGHS prints some lines with C's printf, and JSON follows on standard output."""
+    real, printf = scipy.optimize.milp, ctypes.CDLL(None).printf
+    monkeypatch.setattr(
+        scipy.optimize, "milp", lambda *args, **how: (printf(b"a remark\n"), real(*args, **how))[1]
+    )
+    units, losses = toy(0)
+    allocation.within_bytes(units, losses, 150 + sum(unit.candidates[0].nbytes for unit in units))
+    print("{}")
+    assert capfd.readouterr() == ("{}\n", "a remark\n")
 
 
 def test_the_smallest_within_a_loss_is_the_smallest_of_all():

@@ -5,7 +5,10 @@ and `Σ bytes[u, c] x[u, c]` within the budget: a multiple-choice knapsack, solv
 bound (HiGHS; Huangfu and Hall 2018, through `scipy.optimize.milp`). Or minimise bytes within a given loss.
 """
 
-from collections.abc import Mapping, Sequence
+import ctypes
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from quantkit.auto.units import Candidate, Unit
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
@@ -82,16 +85,17 @@ def _solve(units: Sequence[Unit], losses: Losses, bound: float, by_bytes: bool) 
     cost_scale, take_scale = max(costs.max(), 1e-300), max(takes.max(), 1e-300)
     limit = bound / take_scale
     for _ in range(8):  # HiGHS may exceed the limit by its tolerance
-        result = milp(
-            costs / cost_scale,
-            integrality=np.ones(len(owner)),
-            bounds=Bounds(0, 1),
-            constraints=[
-                LinearConstraint(one_each, 1, 1),
-                LinearConstraint(takes[None] / take_scale, -np.inf, limit),
-            ],
-            options={"mip_rel_gap": SOLVER_GAP, "time_limit": SOLVER_SECONDS},
-        )
+        with _standard_output_kept():
+            result = milp(
+                costs / cost_scale,
+                integrality=np.ones(len(owner)),
+                bounds=Bounds(0, 1),
+                constraints=[
+                    LinearConstraint(one_each, 1, 1),
+                    LinearConstraint(takes[None] / take_scale, -np.inf, limit),
+                ],
+                options={"mip_rel_gap": SOLVER_GAP, "time_limit": SOLVER_SECONDS},
+            )
         if result.x is None:
             raise QuantkitError(f"the integer program has no solution: {result.message}", "raise the budget")
         chosen = [int(result.x[owner == k].argmax()) for k in range(len(units))]
@@ -100,3 +104,22 @@ def _solve(units: Sequence[Unit], losses: Losses, bound: float, by_bytes: bool) 
             return {pairs[k][0].name: pairs[k][1].name for k in flat}
         limit -= (takes[flat].sum() - bound) / take_scale
     raise QuantkitError("no choice of candidates within the budget was found", "raise the budget")
+
+
+@contextmanager
+def _standard_output_kept() -> Iterator[None]:
+    """Send what HiGHS prints to standard error: in some steps it prints even if told not to."""
+    flush = ctypes.CDLL(None).fflush
+    flush(None)
+    try:
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # closed by the caller
+        yield
+        return
+    try:
+        yield
+    finally:
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
