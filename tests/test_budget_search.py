@@ -78,7 +78,7 @@ def test_what_the_solver_prints_does_not_reach_standard_output(monkeypatch, capf
     units, losses = toy(0)
     allocation.within_bytes(units, losses, 150 + sum(unit.candidates[0].nbytes for unit in units))
     print("{}")
-    assert capfd.readouterr() == ("{}\n", "a remark\n")
+    assert capfd.readouterr() == ("{}\n", "")
 
 
 def test_the_smallest_within_a_loss_is_the_smallest_of_all():

@@ -108,18 +108,19 @@ def _solve(units: Sequence[Unit], losses: Losses, bound: float, by_bytes: bool) 
 
 @contextmanager
 def _standard_output_kept() -> Iterator[None]:
-    """Send what HiGHS prints to standard error: in some steps it prints even if told not to."""
+    """Drop what HiGHS prints to standard output: in some steps it prints even if told not to."""
     flush = ctypes.CDLL(None).fflush
     flush(None)
-    try:
-        kept = os.dup(1)
-        os.dup2(2, 1)
-    except OSError:  # closed by the caller
-        yield
-        return
-    try:
-        yield
-    finally:
-        flush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
+    with open(os.devnull, "wb") as nothing:
+        try:
+            kept = os.dup(1)
+            os.dup2(nothing.fileno(), 1)
+        except OSError:  # closed by the caller
+            yield
+            return
+        try:
+            yield
+        finally:
+            flush(None)
+            os.dup2(kept, 1)
+            os.close(kept)
