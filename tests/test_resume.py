@@ -184,8 +184,9 @@ def test_interrupted_by_hand(forker, workplace, reference, folder, call, more):
     code, log = process.wait(forked.PATIENCE), forked.said(folder)
     assert code == 130, log
     *_, error, hint = log.splitlines()
-    none = "no " * (call[1] == [1])
-    assert error == f"error: interrupted; {none}finished blocks are kept in out.partial"
+    none = call[1] == [1]
+    left = "no block is finished yet" if none else "finished blocks are kept in out.partial"
+    assert error == f"error: interrupted; {left}"
     command, *arguments = shlex.split(hint.removeprefix("hint: continue with: "))
     assert command == "quantkit" and arguments[-1] == "--resume"
     assert forker.run(folder, arguments) == 0, forked.said(folder)

@@ -32,6 +32,7 @@ from quantkit.serving.server.settings import ServeSettings
 from quantkit.text import template_worker
 
 PROMPT, TOKENS = "Once upon a time", 6
+NO_TEMPLATE = "warning: the model has no chat template: use /v1/completions, not /v1/chat/completions\n"
 SECONDS = 120  # after which a test that waits for a server gives up
 
 
@@ -100,7 +101,7 @@ def test_llamacpp_from_the_start_to_ctrl_c(gguf, expected):
         check_answers(told["url"], expected)
         process.send_signal(signal.SIGINT)
         assert process.wait(SECONDS) == 130
-        assert not engine.is_running() and not (process.stdout.read() + process.stderr.read())
+        assert not engine.is_running() and process.stdout.read() + process.stderr.read() == NO_TEMPLATE
 
 
 def test_what_a_server_would_compute_is_compared(gguf, monkeypatch):
@@ -155,12 +156,13 @@ def test_transformers_serves(demo_model, expected, monkeypatch):
         assert texts == [expected] * 3
 
 
-def test_the_command_is_printed_and_nothing_is_started(quantkit, make, demo_model):
-    done = quantkit(
-        "serve", demo_model, "--print", "--device", "cpu", "--port", "0", "--ctx", "256", "--offline"
-    )
+def test_the_command_is_printed_and_nothing_is_started(quantkit, demo_model):
+    asked = ("serve", demo_model, "--print", "--device", "cpu", "--port", "0", "--ctx", "256", "--offline")
+    done = quantkit(*asked)
     words = shlex.split(done.out)
-    told = make("serve", demo_model, "--print", "--device", "cpu", "--port", "0", "--ctx", "256", "--offline")
+    told = quantkit(*asked, "--json", "-q")
+    assert told.err == NO_TEMPLATE
+    told = json.loads(told.out)
     port = words.index("--port") + 1
     assert told["proof"] is None and "HF_HUB_OFFLINE=1" in words and words.count(str(demo_model)) == 1
     assert told["env"].items() >= {"HF_HUB_OFFLINE": "1"}.items()

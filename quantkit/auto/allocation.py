@@ -41,7 +41,7 @@ def refuse_too_few(units: Sequence[Unit], budget: int, fixed_bytes: int | None =
             given = megabytes(budget + fixed_bytes)
             smallest = f"{megabytes(least + fixed_bytes)} ({smallest})"
         what = f"{given} is too small; the smallest possible result is {smallest}"
-        hint = "raise the budget (with --gpu: give less --ctx or --batch), or choose another --engine"
+        hint = "raise the budget, or choose another --engine; with --gpu, give less --ctx or --batch"
         raise QuantkitError(what, hint, UNSUPPORTED)
 
 

@@ -185,8 +185,9 @@ def resumable(
                 message = f"{word}; {' and '.join(map(str, finished))} finished"
                 raise QuantkitError(message, "measure with: quantkit eval", codes[0]) from error
             existing = [path for path in folders if path.exists()]
-            nothing = kept is None and all(stage.begun() for stage in stages)
-            what = f"{word}; {'no ' * nothing}{words()} kept in {existing[0]}" if existing else word
+            what = f"{word}; {words()} kept in {existing[0]}" if existing else word
+            if existing and kept is None and all(stage.begun() for stage in stages):
+                what = f"{word}; no block is finished yet"
             hint = f"continue with: {_again()}" if existing or finished else f"begin again with: {_typed()}"
             raise QuantkitError(what, hint, codes[0]) from error
 

@@ -141,6 +141,7 @@ def merge(results: Sequence[Named]) -> dict:
         if "sha256" in differ:  # of another text, the loss differs too
             ours, theirs, differ = first["data"], other["data"], ["text", *differ]
             differ = [key for key in differ if key in ours and ours[key] != theirs[key]]
+        differ = [key for key in differ if key != "nll"] or differ  # a consequence of the others
         odd = [f"{key} {_short(ours[key])} and {_short(theirs[key])}" for key in differ]
         what = f"{name} and {other_name} were measured differently: {', '.join(odd)}"
         hint = "such figures cannot be compared: evaluate again, or make two reports"

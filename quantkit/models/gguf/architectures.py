@@ -192,10 +192,13 @@ PATTERN = "attention.sliding_window_pattern"  # a period of full attention, or a
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
+IMATRIX = "it is for quantkit gguf MODEL --imatrix FILE, or for llama-quantize --imatrix"
+
+
 def refuse_other(source: str | Path, metadata: Mapping[str, Any]) -> None:
     """Raise QuantkitError (exit code 4) if a GGUF file is an importance matrix or an adapter."""
     kind = metadata.get("general.type")
-    require(kind != "imatrix", f"{source} is an importance matrix, not a model", "use --imatrix", UNSUPPORTED)
+    require(kind != "imatrix", f"{source} is an importance matrix, not a model", IMATRIX, UNSUPPORTED)
     hint = "merge it into its base model: llama-export-lora -m BASE.gguf --lora ADAPTER.gguf -o NEW.gguf"
     require(kind != "adapter", f"{source} is an adapter (LoRA), not a model", hint, UNSUPPORTED)
 

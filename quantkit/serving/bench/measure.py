@@ -136,7 +136,7 @@ def refuse_empty(result: dict[str, Any]) -> None:
     if points and all(point["error"] for point in points):
         model = result["models"][0]
         why = f"{model['label']}: {model['points'][0]['error']}"
-        raise QuantkitError(f"nothing ran: {why}", "the table names every reason", RUNTIME, result)
+        raise QuantkitError(f"nothing ran: {why}", "the lines 'not run' name every reason", RUNTIME, result)
 
 
 def events(

@@ -125,6 +125,8 @@ def prepare(
     if not settings.is_local and settings.api_key is None:
         warnings.append(f"{settings.host} is open to other machines without --api-key")
     chat = described["tokenizer"]["chat_template_sha256"] is not None
+    if not chat:
+        warnings.append("the model has no chat template: use /v1/completions, not /v1/chat/completions")
     return Prepared(model, offer, command, settings, size, chat, tuple(warnings))
 
 

@@ -62,7 +62,8 @@ def compare(
     measured = []
     for draft in drafts:
         name = draft.source if draft else LOOKUP
-        progress.phase(f"loading {name}")
+        if draft:
+            progress.phase(f"loading {name}")
         draft_model, draft_memory = _load(draft, settings) if draft else (None, None)
         counting = partial(progress.counting, f"drafting by {name}")
         texts = interleaved(model, draft_model, prompts, ends_of_text(target), settings, counting)

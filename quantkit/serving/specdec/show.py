@@ -6,15 +6,18 @@ from typing import Any
 from rich.console import Console
 
 from quantkit.errors import count
+from quantkit.evaluation.comparison.report import Table
 from quantkit.tables import make_table, megabytes, print_line
 
 SHOWN_PARTINGS = 3  # differences that are printed
+COLUMNS = ("k", "tokens", "by α", "α", "c", "v", "theory", "decode", "net", "seconds")
+COMPACT = 76  # characters of a table with all columns
 NO_GAIN = "no k gains anything"
 LEGEND = (
     "tokens: of a step, which is a pass of the target; by α: (1 − α^(k+1)) / (1 − α). α: a drafted token "
     "is accepted. c: drafting a token, in steps of the target alone; v: checking k + 1 tokens, likewise. "
     "theory: tokens / (k c + 1), as if v were 1. decode: measured, after the first tokens; net: the whole "
-    "call, both prompts included; ± half the range of the repeats."
+    "call, with the time to read the prompt; ± half the range of the repeats."
 )
 
 
@@ -27,19 +30,26 @@ def show(record: Mapping[str, Any], tokenizer: Any, quiet: bool = False) -> None
     for draft in record["drafts"]:
         console.print()
         print_line(console, f"{draft['draft']} drafts for {record['target']}", "bold")
-        table = make_table("k", "tokens", "by α", "α", "c", "v", "theory", "decode", "net", "seconds")
-        table.padding = (0, 1, 0, 0)  # ten columns on a narrow terminal
         seconds = f"{draft['alone']['seconds']['median']:.2f}"
-        table.add_row("alone", "1.00", "", "", "", "1.00", "", "", "1.00x", seconds)
-        for swept in draft["swept"]:
-            table.add_row(*_cells(swept))
-        console.print(table)
+        alone = ["alone", "1.00", "", "", "", "1.00", "", "", "1.00x", seconds]
+        _print_rows(console, [alone, *map(_cells, draft["swept"])])
         for text in (*_theory(draft), _memory(draft), *_proof(draft, tokenizer)):
             print_line(console, text)
     if not quiet:
         console.print()
         print_line(console, LEGEND, "dim")
         print_line(console, _conditions(record), "dim")
+
+
+def _print_rows(console: Console, rows: list[list[str]]) -> None:
+    """Print one compact table, or several on a narrow console."""
+    if console.width < COMPACT:
+        return Table(COLUMNS, [("", rows)]).print(console)
+    table = make_table(*COLUMNS)
+    table.padding = (0, 1, 0, 0)
+    for cells in rows:
+        table.add_row(*cells)
+    console.print(table)
 
 
 def verdict(draft: Mapping[str, Any]) -> str:
