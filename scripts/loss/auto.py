@@ -15,7 +15,7 @@ PRESETS = {  # engine and further flags -> presets whose bits are the budgets
     ("llama.cpp",): ("Q2_K", "Q3_K_M", "Q4_K_M"),
     ("any", "--no-sym"): ("3 bit g128",),
 }
-UNIFORM, IMATRIX = 0.7, 0.5  # at most, of the uniform preset's divergence and of the imatrix file's
+UNIFORM, IMATRIX = 0.85, 0.5  # at most, of the uniform preset's divergence and of the imatrix file's
 HEAD = ["model", "engine", "size of", "bits/weight", "uniform: predicted", "uniform: measured"]
 HEAD += ["searched: predicted", "searched: measured", "searched / uniform", "imatrix: measured"]
 HEAD += ["searched / imatrix"]
