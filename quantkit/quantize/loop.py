@@ -72,6 +72,7 @@ def run(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
 def _encoded(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
     """Run jobs whose outputs encode all linears, in one pass over the source."""
     keep_freed_pages()
+    fallbacks.clear()  # of an earlier job of this process
     with ExitStack() as stack:
         for job in jobs:
             stack.enter_context(disk_errors(job.staging.folder, "run the same command again"))
@@ -93,7 +94,7 @@ class Loop:
         self.skeleton, self.method = job.skeleton, job.method
         self.execution = job.plan.execution
         self.timings = Timings(job.skeleton.device)
-        fallbacks.clear()  # of an earlier job of this process
+        fallbacks.clear()
         self.place = Place(self.execution.states, job.staging.folder)
         if self.execution.states == "disk" and self.job.request.run.states != "disk":
             note = "hidden states do not fit into memory: a file next to the output keeps them"

@@ -233,15 +233,15 @@ def _remedy(
         run = replace(least, batch_size=batch_size)
         peak = peak_of(replace(shapes, predicted=predicted), (samples, shape[1]), run)
         if samples >= distributed.count() and free.holds(peak):
-            flags = {
+            changes = {
                 f"--samples {samples}": samples < shape[0],
                 "--sequential repeat": options.sequential == "suspend",
                 "--states disk": options.states in ("device", "host"),
                 "--batch-size 1": batch_size < execution.batch_size,
                 "--loss-tokens 0": predicted < shapes.predicted,
             }
-            chosen = " ".join(flag for flag, differs in flags.items() if differs)
-            return f"{chosen}, with which the job needs about {size(peak.computing)}"
+            flags = " ".join(flag for flag, differs in changes.items() if differs)
+            return f"{flags}, with which the job needs about {size(peak.computing)}" if flags else NONE_FITS
     return NONE_FITS
 
 
