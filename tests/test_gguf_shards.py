@@ -412,11 +412,12 @@ def test_distill_refuses_shards(made, source, refuse):
     assert hint.startswith("join them first: llama-gguf-split --merge")
 
 
-def test_llama_server_gets_the_first_shard_next_to_the_others(written, make, tmp_path):
+def test_llama_server_gets_the_first_shard_next_to_the_others(written, quantkit, tmp_path):
     for name in named("m", 3):  # as in the hub's cache
         (tmp_path / name).symlink_to(written / name)
     for given in ("m.gguf", named("m", 3)[1]):
-        command = make("serve", given, "--print", "--device", "cpu", "--engine", "llama.cpp", "--offline")
+        asked = ("serve", given, "--print", "--device", "cpu", "--engine", "llama.cpp", "--offline")
+        command = json.loads(quantkit(*asked, "--json").out)
         assert str(tmp_path / named("m", 3)[0]) in command["command"]
         assert " --alias m " in command["command"]
 

@@ -26,7 +26,7 @@ with open("modules.json", "w") as file:
     json.dump(sorted(sys.modules), file)
 """
 LIBRARIES = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "huggingface_hub", "jinja2"}
-MLX = "--layout mlx: MLX has 2, 3, 4, 5, 6 or 8 bits"
+MLX = "MLX has 2, 3, 4, 5, 6 or 8 bits"
 RARE = {  # what only some inputs or an extra need
     "datasets", "pyarrow", "pandas", "sklearn", "jsonschema", "gguf",
     "matplotlib", "lm_eval", "bitsandbytes",
