@@ -330,7 +330,7 @@ def test_a_trial_with_options_computes_what_the_written_model_does(short_demo, t
         ("w8a8", "needs calibration text", "--as w8a8,solver=rtn,transform=none rounds"),
         ("gguf,type=Q4_K_M", "gguf cannot be tried in memory", "write it with quantkit gguf"),
         ("fp8,static=true", "needs calibration text", "write it with quantkit fp8"),
-        ("fp8,blok=128", "unknown keys: blok", "did you mean quant.block"),
+        ("fp8,blok=128", "unknown keys: blok", "did you mean block"),
         ("fp8,block=100", "no engine has kernels", "128"),
         ("fp9", "no such method", " or ".join(data_free())),
     ],

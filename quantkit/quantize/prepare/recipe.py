@@ -174,9 +174,7 @@ def method_with(name: str, settings: Sequence[str], flag: str) -> Method:
 
     Raises QuantkitError if an option is unknown or a value has the wrong type.
     """
-    valid = {key: value for key, value in keys(name).items() if key.startswith("quant.")}
-    values = _settings(settings, valid, flag)
-    return methods.create(name, **{key.removeprefix("quant."): value for key, value in values.items()})
+    return methods.create(name, **_settings(settings, keys_of(methods.load(name).Options), flag))
 
 
 def of_options(method: str, values: Mapping[str, Any]) -> Recipe:

@@ -49,10 +49,7 @@ def checked(origin: str, values: Mapping[str, Any], valid: dict[str, Key]) -> di
         near = [name for key in unknown for name in _nearest(key, valid)]
         concerned = {key.rpartition(".")[0] for key in unknown}
         listed = [key for key in valid if "" not in concerned and key.rpartition(".")[0] in concerned]
-        names = (
-            [key.removeprefix("quant.") for key in listed or valid] if origin == "--as" else listed or valid
-        )
-        hint = did_you_mean(near, ", ") + f"valid keys: {', '.join(names)}"
+        hint = did_you_mean(near, ", ") + f"valid keys: {', '.join(listed or valid)}"
         raise QuantkitError(f"{origin} has unknown keys: {', '.join(unknown)}", hint, USAGE)
     converted = {}
     for name, value in values.items():
