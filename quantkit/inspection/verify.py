@@ -153,6 +153,9 @@ def _linears(
     )
     linears = f"{count(len(lost), 'linear')} of the manifest: {name_all(lost, 3)}"
     what = f"{base.source} and {checkpoint.source} do not share {linears}"
+    if lost and result["problems"]:  # because of these
+        result["notes"].append("errors were not measured")
+        return
     require(not lost, what, "give the model that was quantized", UNSUPPORTED)
     for done, (name, entry) in enumerate(entries.items(), start=1):
         decoded, weight = (side.read(*names[name]) for side, names in zip(sides, weights, strict=True))

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import re
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from quantkit import __version__
-from quantkit.errors import count, name_all
+from quantkit.errors import QuantkitError, count, name_all
 from quantkit.inspection import clients
 from quantkit.inspection.names import split
 from quantkit.inspection.record import describe
 from quantkit.layouts import Layout, LinearSpec
-from quantkit.models.files import card, gguf_shards, safetensors_folder
+from quantkit.models.files import card, gguf_shards, safetensors_folder, untrusted
 from quantkit.models.files.checkpoint import MANIFEST, Checkpoint
-from quantkit.models.files.headers import open_contents
+from quantkit.models.files.headers import Contents, open_contents
 from quantkit.models.files.reading import Computed, stacked
-from quantkit.models.files.safetensors_folder import TensorInfo
+from quantkit.models.files.safetensors_folder import INDEX, TensorInfo
 from quantkit.models.machine.device import machine_of
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.outputs import Draft, Material, MeasureHead, Planned, Sizes, Summary, outside
@@ -113,12 +115,26 @@ class Output:
         infos = _as_stored(checkpoint, infos | material.staging.tensors())
         infos = stacked(infos, material.layout.stacks(infos))
         safetensors_folder.write_folder(path, infos.values(), material.shard_bytes, checkpoint.data)
-        checkpoint.write_companions(path)
-        config = material.layout.configured(checkpoint.raw_config, material.config)
-        write_json(path / "config.json", config)
-        for name, content in material.files.items():
-            write_json(path / name, content)
+        _write_small(material, path)
         material.staging.sum_up()
+
+    def unlike(self, material: Material, made: Contents) -> Iterator[str]:
+        """Yield problems of a finished output: files besides tensors that the job writes otherwise."""
+        weights = {info.file.name for info in made.infos.values()} | {MANIFEST, TIMINGS, INDEX}
+        given = {name for name in made.files.keys() - weights if not (name[0] == "." or name.endswith(".md"))}
+        with tempfile.TemporaryDirectory() as folder:
+            again = Path(folder)
+            _write_small(material, again)
+            files = (path for path in untrusted.entries(again) if path.is_file())
+            written = {path.relative_to(again).as_posix() for path in files}
+            for name in sorted(written | given):
+                here = (again if name in written else material.checkpoint.folder) / name
+                if not here.is_file():
+                    yield f"{name} was added: it is in neither the source nor the job"
+                elif name not in made.files:
+                    yield f"{name} is absent"
+                elif not filecmp.cmp(here, made.path / name, shallow=False):
+                    yield f"{name}{_differing(here, made.path / name)} is not as the job writes it"
 
     def sign(self, draft: Draft, **more: Any) -> None:
         """Write the manifest, `more` and the checksums, which `write` has begun to compute."""
@@ -134,6 +150,23 @@ class Output:
         record["machine"] = machine_of(draft.material.skeleton.device)
         (path / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")
         card.write(path / card.CARD, *model_card(path, draft.material, draft.manifest, summary))
+
+
+def _write_small(material: Material, path: Path) -> None:
+    """Write configuration, tokenizer and the other files beside the weights."""
+    material.checkpoint.write_companions(path)
+    config = material.layout.configured(material.checkpoint.raw_config, material.config)
+    for name, content in {"config.json": config, **material.files}.items():
+        write_json(path / name, content)
+
+
+def _differing(*paths: Path) -> str:
+    """Return the keys that differ in two JSON files, for a message; "" for other files."""
+    try:
+        one, other = (untrusted.parse_object(untrusted.read(path), path.name) for path in paths)
+    except (QuantkitError, ValueError):
+        return ""
+    return f" ({name_all(sorted(key for key in one | other if one.get(key) != other.get(key)), 3)})"
 
 
 def _copied(checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[TensorInfo]:

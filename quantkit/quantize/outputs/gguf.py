@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -24,10 +25,10 @@ from quantkit.errors import USAGE, QuantkitError, count, name_all
 from quantkit.grids.ggml import TYPES, named
 from quantkit.layouts import Layout, LinearSpec, Statistic
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, separate_scale, vanished
-from quantkit.models.files import card, checksums, gguf_shards, gguf_writer, reading
+from quantkit.models.files import card, checksums, gguf_file, gguf_shards, gguf_writer, reading
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.gguf_writer import Entry, in_files, in_shards
-from quantkit.models.files.headers import LOSS
+from quantkit.models.files.headers import LOSS, Contents
 from quantkit.models.files.reading import Computed
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.gguf.checkpoint import PLAIN
@@ -44,6 +45,7 @@ from quantkit.quantize.solvers import Solver
 from quantkit.quantize.staging.folder import Staging
 
 FEW = 0.01  # share of weights too small for a float type that is not worth a warning: many models have some
+UNREAD = "general.", "quantkit.", "quantize.", "split."  # metadata that llama.cpp does not compute with
 LOSS_ROOM = 2048  # bytes reserved in the metadata for the loss, which is measured later
 
 
@@ -228,6 +230,18 @@ class GgufOutput(Output):
         for draft in drafts:
             for path in gguf_shards.existing(draft.material.staging.assembled):
                 gguf_writer.seal(path)
+
+    def unlike(self, material: Material, made: Contents) -> Iterator[str]:
+        """See `Output`. The model's name and origin may differ."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "header.gguf"
+            with gguf_writer.GgufWriter(path, self.metadata, ()):
+                pass
+            again, _ = gguf_file.read_header(path)
+        for key in sorted(again.keys() | made.metadata.keys()):
+            read = key == "general.architecture" or not key.startswith(UNREAD)
+            if read and again.get(key) != made.metadata.get(key):
+                yield f"the metadata {key} is not as the job writes it"
 
     def describe(self, draft: Draft, summary: Summary) -> None:
         """Add the loss, and write the model card next to the file, but not over a card of another writer."""
