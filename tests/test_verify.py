@@ -252,6 +252,18 @@ def test_another_base_is_named(written, tiny_model, quantkit, refuse):
     refuse(NOT_FOUND, "verify", model.parent / "none")
 
 
+def test_missing_tensors_are_damage_also_with_a_base(written, quantkit):
+    model, output, _ = written
+    tensors = load_file(output / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp.up_proj" not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, output / "model.safetensors", {"format": "pt"})
+    reseal(output)
+    done = quantkit("verify", output, "--base", model)
+    assert done.code == VERIFICATION and "model.layers.1.mlp.up_proj.weight is absent" in done.err
+    assert "note: errors were not measured" in done.out
+
+
 def test_a_gguf_file_carries_the_sum_of_its_tensors(tiny_model, make, quantkit, tmp_path):
     model, output = tiny_model("llama", tokenizer="bos"), tmp_path / "out.gguf"
     make("gguf", model, "-t", "Q8_0", "--solver", "rtn", "-o", output)

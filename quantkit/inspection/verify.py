@@ -138,7 +138,7 @@ def _linears(
             why = "distilling changed the scales that the recorded errors are of"
         result["notes"].append(f"errors were not measured: {why}")
         return
-    source = (manifest.get("source") or {}).get("sha256")
+    source, damaged = (manifest.get("source") or {}).get("sha256"), bool(result["problems"])
     if isinstance(source, str) and base.sha256() != source:
         result["problems"].append(
             f"{base.source} is not the source that the manifest names (sha256 {source[:12]}…): "
@@ -153,7 +153,7 @@ def _linears(
     )
     linears = f"{count(len(lost), 'linear')} of the manifest: {name_all(lost, 3)}"
     what = f"{base.source} and {checkpoint.source} do not share {linears}"
-    if lost and result["problems"]:  # because of these
+    if lost and damaged:
         result["notes"].append("errors were not measured")
         return
     require(not lost, what, "give the model that was quantized", UNSUPPORTED)
