@@ -19,8 +19,6 @@ from quantkit.models.machine.memory import room
 from quantkit.quantize import methods
 from quantkit.quantize.methods import Method, Work
 from quantkit.quantize.prepare.memory import (
-    ACCELERATED_BATCH_TOKENS,
-    BATCH_TOKENS,
     COMFORT,
     MIB,
     Peak,
@@ -28,6 +26,7 @@ from quantkit.quantize.prepare.memory import (
     loss_tokens,
     peak_memory,
     sites_at_once,
+    tokens_at_once,
 )
 from quantkit.quantize.prepare.shapes import Shapes, of_largest_block
 
@@ -198,8 +197,8 @@ def _shapes(source: Source, question: Question, element: int, memory: int | None
     """Return the shapes of a job. element: bytes per value. Experts larger than a share of an accelerator's
     memory are streamed."""
     outside, samples, seqlen = source.parameters.outside, question.samples, question.seqlen
-    most = ACCELERATED_BATCH_TOKENS if on_gpu else BATCH_TOKENS
     named = [(tensor, tensor.local.removesuffix(".weight")) for tensor in source.parameters.linears]
+    most = tokens_at_once(on_gpu, source.settings.hidden or 0, any(tensor.is_expert for tensor, _ in named))
     shapes = of_largest_block(
         ((tensor.block, (name, tensor.out_features, tensor.in_features)) for tensor, name in named),
         lambda block: [name for tensor, name in named if tensor.block == block and tensor.is_expert],

@@ -17,6 +17,7 @@ MIB = 1 << 20
 COMFORT = 0.8  # share of the free memory that the faster of two ways may take
 BATCH_TOKENS = 2048  # tokens of a forward pass: matrix products run at full rate, activations stay small
 ACCELERATED_BATCH_TOKENS = 8192  # on an accelerator, where launches count, most of all those of experts
+WIDE_BATCH_TOKENS = 4096  # there, of hidden states of as many values: such products need no more tokens
 LOADED_LATER_BYTES = 80 * MIB  # growth of Python, torch (CPU build) and transformers in a job; measured
 PREDICTED_BYTES = 1 << 28  # limit for log-probabilities of the original model
 LOSS_TOKENS = {True: 512, False: 256}  # default of --loss-tokens, with and without calibration
@@ -249,6 +250,13 @@ def peak_memory(stages: Stages) -> Peak:
     reading = max(shapes.largest, shapes.block * shapes.element) + 3 * shapes.largest_linear
     host = shapes.by_rows * shapes.element + max(reading + stages.waiting(), shapes.predicted)
     return Peak(int(MARGIN * computing), LOADED_LATER_BYTES + host)
+
+
+def tokens_at_once(accelerated: bool, width: int, experts: bool) -> int:
+    """Return the most tokens of a forward pass. width: of the hidden states. experts: there are some."""
+    if not accelerated:
+        return BATCH_TOKENS
+    return ACCELERATED_BATCH_TOKENS if experts or width < WIDE_BATCH_TOKENS else WIDE_BATCH_TOKENS
 
 
 def forward_memory(shapes: Shapes, spilled: bool = False) -> int:

@@ -50,14 +50,15 @@ class JobPlan:
     ranks: int = 1
 
 
-def sequences_at_once(requested: int | None, shape: tuple[int, int], device: torch.device) -> int:
-    """Return the number of sequences per forward pass on `device`. shape: `[samples, seqlen]` of the
+def sequences_at_once(requested: int | None, shape: tuple[int, int], skeleton: Skeleton) -> int:
+    """Return the number of sequences per forward pass. shape: `[samples, seqlen]` of the
     calibration tokens. By default every rank gets some.
 
     Raises QuantkitError if a rank would get none.
     """
     samples, seqlen = shape
-    most = memory.ACCELERATED_BATCH_TOKENS if is_accelerator(device) else memory.BATCH_TOKENS
+    width = getattr(skeleton.checkpoint.text_config, "hidden_size", None) or 0
+    most = memory.tokens_at_once(is_accelerator(skeleton.device), width, skeleton.is_mixture)
     size = requested or max(1, min(most // seqlen, samples // distributed.count()))
     what = f"{count(samples, 'calibration sequence')} in batches of {size} are fewer batches than the "
     what += f"{distributed.count()} processes"
@@ -251,7 +252,7 @@ def _executions(
     """Yield the executions of a job, fastest first. Ranks can only share experts in repeated forward passes.
     An accelerator repeats them in a tenth of the time of a solve, and suspended batches would be most of its
     memory. They keep their states in memory, so `disk` saves nothing there. A data-free job has no states."""
-    batch_size = sequences_at_once(options.batch_size or adopted.get("batch_size"), shape, skeleton.device)
+    batch_size = sequences_at_once(options.batch_size or adopted.get("batch_size"), shape, skeleton)
     dtype, device = str(skeleton.dtype).removeprefix("torch."), str(skeleton.device)
     accelerated, requested = is_accelerator(skeleton.device), options.sequential
     requested = adopted.get("sequential") if requested == "auto" else requested
