@@ -44,6 +44,7 @@ from quantkit.quantize.transforms.scaling import ColumnScaling, Losses
 LINEAR_BOUND, ROW_BOUND, MOVE_BOUND = 0.05, 2.0, 4.0  # in losses of a linear solved again, and of its move
 COUPLED_BOUND = 4.0  # of a row, where a solver lets rows compensate for each other
 SCALE_BOUND = 0.01  # relative: a scaled vector in bfloat16 turns over by 1/128
+DIGIT = 0.02  # relative, of outputs: a few times a digit of a scale in bfloat16
 NORM_NOISE = 1e-5  # relative, of the scale by which a stored norm was divided
 
 
@@ -123,11 +124,9 @@ class _Again(Loop):
             watched.of = lambda scale, limit=math.inf: tried.append(scale) or losses.of(scale, limit)
             searched = transform.search(watched, *given)
             tried += [] if searched is None else [searched]
-            exact = all(torch.equal(each, each.bfloat16().float()) for each in tried)
             distances = [(there / each).log().abs() for each in tried]
             near = min(range(len(tried)), key=lambda k: distances[k].mean())
-            # error feedback leaves less noise than it makes, and few digits tell a scale exactly
-            scale = torch.where(distances[near] <= noise / (2 if exact and near else 1), tried[near], there)
+            scale = torch.where(distances[near] <= noise, tried[near], there)
             return None if bool((scale == 1).all()) else scale
 
         enough = dict.fromkeys(transform.enough, math.inf)
@@ -146,14 +145,15 @@ def _scale_of(
 ) -> tuple[Tensor, Tensor | float]:
     """Return the scale `[in]` by which a producer's weight was divided before it was stored, and its relative
     uncertainty. The scale of a linear, in few digits, is the one that explains the outputs of its rows best;
-    it is as uncertain as these outputs are rounded."""
+    it is as uncertain as these outputs are rounded. Where they are rounded more finely than scales, a digit
+    matters."""
     if weight.ndim == 1:
         scale, noise = (weight + float(producer.one_plus)) / (stored + float(producer.one_plus)), NORM_NOISE
     else:
         pairs = (weight, weight), (weight, stored), (stored, stored)
         own, both, other = ((a if hessian is None else a @ hessian).mul(b).sum(1) for a, b in pairs)
         scale, noise = (own / both).bfloat16().float(), (1 - both * both / (own * other)).clamp(min=0).sqrt()
-        noise = noise[producer.rows]
+        noise = torch.where(noise < DIGIT, noise / 4, noise)[producer.rows]  # feedback leaves a part of it
     return torch.where(scale.isfinite() & (scale > 0), scale, 1.0)[producer.rows], noise
 
 
