@@ -35,6 +35,7 @@ def test_every_example_of_the_page_runs(tiny_model, tmp_path, monkeypatch, capsy
     tiny_model("llama", name="model", tokenizer=True, **sizes)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", "hf_none")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     names = {"__name__": "notebook"}
     for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)):
         exec(compile(block, f"example {number}", "exec"), names)

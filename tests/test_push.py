@@ -6,7 +6,7 @@ from functools import partial
 
 import jobs
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 from stand_in_hub import SHA, TOKEN, Elsewhere
 
 HEAD = "---\nlicense: apache-2.0\n---\n# Original\n"
@@ -43,7 +43,7 @@ def test_what_quantkit_wrote_is_sent_and_nothing_else(made, push, hub_server):
     hub_server.refusals = 1
     failed = push(made, "org/new", "--private")
     assert failed["code"] == 1 and "error: org/new was not written: " in failed["err"]
-    assert f"the token may write; continue with: quantkit push {made} org/new\n" in failed["err"]
+    assert f"the token may write to org/new; continue with: quantkit push {made} org/new\n" in failed["err"]
     done = push(made, "org/new", "--private", "--json")
     assert done["code"] == 0, done["err"]
     assert json.loads(done["out"]) == {
@@ -109,6 +109,30 @@ def test_a_job_sends_its_result_or_does_not_start(made, push, hub_server, tmp_pa
     assert not hub_server.seen
 
 
+def test_a_token_that_the_hub_does_not_give_is_no_bug(refuse, quantkit, monkeypatch, tmp_path):
+    """It is found before anything is verified: the folder is empty."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_OIDC_RESOURCE", "org/new")
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    error, hint = refuse(2, "push", tmp_path, "org/new")
+    assert error.startswith("no token for the hub: HF_OIDC_RESOURCE is set but no OIDC id token is available")
+    assert hint == "unset HF_OIDC_RESOURCE, or run in the CI job that the hub trusts"
+    monkeypatch.setenv("HF_OIDC_ID_TOKEN", "bad")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    error, _ = refuse(3, "push", tmp_path, "org/new")
+    assert error == "no token for the hub: [Errno 111] Connection refused"
+    assert "hub token          none ([Errno 111] Connection refused)" in quantkit("doctor").out
+
+
+def test_offline_nothing_is_verified(refuse, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    refused = "org/new cannot be written offline", "leave out --offline, and unset HF_HUB_OFFLINE"
+    assert refuse(3, "push", tmp_path, "org/new") == refused
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert refuse(3, "nf4", tmp_path, "--push", "org/new", "--offline") == refused
+
+
 @pytest.mark.nightly
 def test_without_a_token_or_a_network_it_says_so(made, tmp_path):
     home = tmp_path / "home"
@@ -119,8 +143,11 @@ def test_without_a_token_or_a_network_it_says_so(made, tmp_path):
             assert refused["code"] == 2 and "error: there is no token for the hub\n" in refused["err"]
     with Elsewhere(home, "http://127.0.0.1:9", TOKEN) as process:
         failed = process.ask(do="run", arguments=["push", str(made), "org/new"])
-    assert failed["code"] == 3 and "error: org/new was not written: the network: " in failed["err"]
-    assert "see that it works; continue with: quantkit push" in failed["err"]
+    assert (
+        failed["code"] == 3
+        and "error: org/new was not written: http://127.0.0.1:9 does not answer: " in failed["err"]
+    )
+    assert "hint: check the network; continue with: quantkit push" in failed["err"]
 
 
 @pytest.mark.nightly

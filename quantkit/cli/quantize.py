@@ -47,7 +47,7 @@ def _check_early(request: Request, values: dict[str, Any]) -> None:
     request.run.check()
     check_machine(request.run.device, request.run.threads)
     if values["push"]:
-        hub.check_target(values["push"])
+        hub.check_target(values["push"], request.offline)
     text = request.calibration.calibration
     if text and text.endswith(sources.FILES):
         with sources.opened(Path(text)):

@@ -16,6 +16,7 @@ import psutil
 
 from quantkit import __version__
 from quantkit.errors import EXIT_CODES, QuantkitError, count, first_line
+from quantkit.models.files import hub
 from quantkit.models.machine import processor
 from quantkit.tables import megabytes
 
@@ -146,16 +147,19 @@ def _disks() -> Iterator[Finding]:
 
 def _hub() -> Iterator[Finding]:
     """Check whether the hub answers and whether there is a token for gated models; do not show it."""
-    from huggingface_hub import constants, errors, get_session, get_token
+    from huggingface_hub import constants, get_session, get_token
 
-    token = get_token() is not None
-    yield Finding("hub token", "found" if token else "none", None, "" if token else "gated models need one")
+    try:
+        token, why = get_token(), "gated models need one"
+    except hub.faults() as error:
+        token, why = None, first_line(error)
+    yield Finding("hub token", "found" if token else "none", None, "" if token else why)
     if constants.HF_HUB_OFFLINE:
         yield Finding("hub", "not contacted", None, "HF_HUB_OFFLINE is set: only what is in the cache")
         return
     try:
         get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
-    except (OSError, errors.HTTPError) as error:  # the HTTP library's own base class
+    except hub.faults() as error:
         why = f"{constants.ENDPOINT}: {first_line(error)}; --offline does without"
         yield Finding("hub", "does not answer", False, why)
     else:

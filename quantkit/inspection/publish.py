@@ -53,12 +53,12 @@ def push(source: str, repo: str, private: bool, revision: str | None, listen: Li
         else:
             names = [MANIFEST, card.CARD, *(row["name"] for row in verified["files"])]
             made = api.upload_folder(folder_path=path, allow_patterns=names, **to)
-    except (OSError, ValueError, errors.HTTPError) as error:
-        offline = isinstance(error, errors.OfflineModeIsEnabled)
+    except hub.faults() as error:
         unanswered = isinstance(error, errors.HTTPError) and not isinstance(error, errors.HfHubHTTPError)
-        why, see = ("the network", "it works") if unanswered else ("the hub", "the token may write")
-        see = "unset HF_HUB_OFFLINE" if offline else f"see that {see}"
+        why, see = "the hub says", f"see that the token may write to {repo}"
+        if unanswered:
+            why, see = f"{api.endpoint} does not answer", "check the network"
         what, hint = f"{repo} was not written: {why}: {first_line(error)}", f"{see}; continue with: "
         hint += f"quantkit push {quote(source)} {repo}"
-        raise QuantkitError(what, hint, NOT_FOUND if offline or unanswered else RUNTIME) from error
+        raise QuantkitError(what, hint, NOT_FOUND if unanswered else RUNTIME) from error
     return {"schema": "quantkit.push/1", "source": source, "repo": repo, "url": made.commit_url}

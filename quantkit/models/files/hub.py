@@ -1,6 +1,7 @@
 """Turn a path or a hub id that the user typed into a local folder."""
 
 import glob
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,15 +18,35 @@ def is_id(source: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not source.startswith((".", "/"))
 
 
-def check_target(repo: str) -> None:
-    """Raise QuantkitError unless a repository may have this name, and there is a token to write to it."""
-    from huggingface_hub import errors, get_token, utils
+def faults() -> tuple[type[Exception], ...]:
+    """Return the classes of errors by which huggingface_hub reports a request that failed."""
+    from huggingface_hub import errors
+
+    # HTTPError: the HTTP library's own base class. OIDCError: of newer versions
+    return OSError, ValueError, errors.HTTPError, getattr(errors, "OIDCError", errors.HTTPError)
+
+
+def check_target(repo: str, offline: bool = False) -> None:
+    """Raise QuantkitError unless a repository may have this name, the hub may be reached, and there is a
+    token to write to it. offline: as --offline says."""
+    from huggingface_hub import constants, errors, get_token, utils
 
     try:
         utils.validate_repo_id(repo if is_id(repo) else "")
     except errors.HFValidationError as error:
         raise QuantkitError(f"{repo} is not the name of a repository", "write ORG/NAME", USAGE) from error
-    require(get_token(), "there is no token for the hub", "type hf auth login, or set HF_TOKEN", USAGE)
+    online, hint = not (offline or constants.HF_HUB_OFFLINE), "leave out --offline, and unset HF_HUB_OFFLINE"
+    require(online, f"{repo} cannot be written offline", hint, NOT_FOUND)
+    try:
+        token = get_token()
+    except faults() as error:
+        what, hint = f"no token for the hub: {first_line(error)}", "type hf auth login, or set HF_TOKEN"
+        if "HF_OIDC_RESOURCE" in os.environ:
+            hint = "unset HF_OIDC_RESOURCE, or run in the CI job that the hub trusts"
+        raise QuantkitError(
+            what, hint, NOT_FOUND if isinstance(error, errors.HTTPError) else USAGE
+        ) from error
+    require(token, "there is no token for the hub", "type hf auth login, or set HF_TOKEN", USAGE)
 
 
 def resolve(source: str, revision: str | None = None, offline: bool = False) -> Path:
@@ -109,7 +130,7 @@ def explained(
         where = f"{repo} at revision {revision}" if revision else repo
         hint = "check the spelling; for a private repository set HF_TOKEN"
         raise QuantkitError(f"the hub has no {noun}{where}, or it is private", hint, NOT_FOUND) from error
-    except (OSError, ValueError, hub.HTTPError) as error:  # HTTPError: the HTTP library's own base class
+    except faults() as error:
         why = "is not in the local cache" if offline else "could not be fetched"
         what = f"{repo} is not a local {local} and {why}: {first_line(error)}"
         hint = f"give a local {local}, or fetch it once with a connection: hf download {repo}{option}"
