@@ -132,6 +132,14 @@ def yaml_flow(value) -> str:
     return text.removesuffix("\n").removesuffix("...").strip()
 
 
+def test_the_shipped_text_has_a_name():
+    """The one in manifests. It replaces the text of a recipe."""
+    other = Recipe("gptq", values={"calibration.calibration": "a.txt"})
+    assert recipe.merge(other, (), {"model": "m"}).calibration.calibration == "a.txt"
+    shipped = recipe.merge(other, (), {"model": "m", "calibration": "shipped"})
+    assert shipped.calibration == CalibrationOptions()
+
+
 def test_no_model_at_all():
     error, hint = refusal(recipe.merge, Recipe("gptq", "mine.yaml"), (), {})
     assert error == "mine.yaml has no model" and "quantkit run mine.yaml MODEL" in hint

@@ -158,6 +158,8 @@ def merge(recipe: Recipe, settings: Sequence[str], typed: dict[str, Any], **furt
     valid = keys(recipe.method)
     flags = {key: typed[name] for key in valid if (name := key.rpartition(".")[2]) in typed}
     values = recipe.values | _settings(settings, valid) | flags
+    if values.get("calibration.calibration") == "shipped":  # its name in manifests and messages
+        del values["calibration.calibration"]
     what = f"{recipe.name} has no model"
     require(values.get("model") is not None, what, f"give it: quantkit run {recipe.name} MODEL", USAGE)
 
