@@ -11,6 +11,7 @@ from typing import Any, Literal
 from quantkit.errors import USAGE, QuantkitError, did_you_mean, nearest, require
 
 MOST = 1 << 32  # maximum of numbers of tokens
+MOST_THREADS = 1024  # far more end the process: OpenMP cannot start them
 SHARD_GB = 5.0  # default of --max-shard-gb; a GGUF file is whole by default
 BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}  # units of token numbers
 DEVICES = r"auto|cpu|mps|(cuda|xpu|hpu|npu)(:\d+)?"
@@ -56,7 +57,8 @@ def check_value(flag: str, value: float | None, fits: bool, hint: str) -> None:
 def check_machine(device: str | None, threads: int | None) -> None:
     """Raise QuantkitError for an invalid --device or --threads, without importing torch. If torch is already
     imported, devices of its extensions are valid too."""
-    check_value("--threads", threads, threads is None or 1 <= threads <= 1024, "choose 1 to 1024")
+    fits = threads is None or 1 <= threads <= MOST_THREADS
+    check_value("--threads", threads, fits, f"choose 1 to {MOST_THREADS}")
     if device and "torch" not in sys.modules and not re.fullmatch(DEVICES, device):
         raise unknown_device(device)
 
@@ -174,8 +176,9 @@ class RunOptions:
 
     def check(self) -> None:
         """Raise QuantkitError for an invalid value."""
-        for flag, value in (("--batch-size", self.batch_size), ("--threads", self.threads)):
-            check_value(flag, value, value is None or value >= 1, "choose 1 or more")
+        size = self.batch_size
+        check_value("--batch-size", size, size is None or size >= 1, "choose 1 or more")
+        check_machine(None, self.threads)
         tokens, shard = self.loss_tokens, self.max_shard_gb
         check_value("--loss-tokens", tokens, tokens in (None, 0) or tokens >= 16, "choose 0, or 16 or more")
         if self.max_memory is not None:

@@ -59,7 +59,7 @@ def test_a_folder_that_cannot_be_written(refuse, monkeypatch, model, command):
     "stored",
     [
         {"execution": {"threads": -5}},
-        {"execution": {"threads": 10**12}},
+        {"execution": {"threads": 1025}},
         {"execution": {"threads": True}},
         {"execution": {"batch_size": "4"}},
         {"execution": {"dtype": 7}},

@@ -1,5 +1,6 @@
 """Values that no one expects, in the small files of a checkpoint: each a line, and nothing built of them."""
 
+import functools
 import json
 import struct
 import tracemalloc
@@ -7,7 +8,8 @@ import tracemalloc
 import pytest
 import torch
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit import api
+from quantkit.errors import UNSUPPORTED, USAGE, VERIFICATION, QuantkitError
 from quantkit.evaluation.sampling import ends_of_text, stored_config
 from quantkit.inspection import record, show
 from quantkit.models.files import gguf_file, safetensors_folder, untrusted
@@ -17,7 +19,9 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.files.untrusted import LARGE_BYTES
 from quantkit.models.gguf import architectures
 from quantkit.models.skeleton import Skeleton
+from quantkit.options import RunOptions
 from quantkit.quantize.prepare import recipe
+from quantkit.quantize.progress import SILENT
 from quantkit.text.chat import ChatTemplate, Conversation
 
 
@@ -257,3 +261,46 @@ def test_a_gguf_file_of_odd_values_is_described(arch, odd, tmp_path):
     with GgufWriter(path, metadata, [Entry("x", "F32", (1,))]) as file:
         file.write("x", [bytes(4)])
     assert open_contents(str(path)).config["model_type"] == arch.model_types[0]
+
+
+def test_a_job_in_a_manifest_that_does_not_run_is_refused(tiny_model, tmp_path, quantkit):
+    """Options of a manifest are not typed. A job of a machine with more threads runs."""
+    model, path = tiny_model("llama", tokenizer=True), tmp_path / "out/quantkit.json"
+    options = {"samples": 4, "seqlen": 32, "group_size": 32, "loss_tokens": 0, "threads": 8}
+    api.quantize("gptq", model, output=tmp_path / "out", progress=SILENT, **options)
+    audit, honest = ("verify", "out", "--base", model, "--reproduce", 1), json.loads(path.read_text())
+    assert honest["job"]["execution"]["threads"] == 8
+    assert quantkit(*audit, "--calibration", "shipped").code == 0
+    no_job = "the manifest of out records no job that could run again"
+    for keys, value, code, said in (
+        (
+            ["execution", "threads"],
+            10**9,
+            VERIFICATION,
+            "quantkit.json: $.job.execution.threads: 1000000000 is",
+        ),
+        (
+            ["execution", "batch_size"],
+            "8",
+            VERIFICATION,
+            "quantkit.json: $.job.execution.batch_size: '8' is not",
+        ),
+        (["execution"], None, UNSUPPORTED, no_job),
+        (["calibration"], None, UNSUPPORTED, f"{no_job}: $.job.calibration is null, but gptq needs a text"),
+        (["options", "solver"], "magic", UNSUPPORTED, f"{no_job}: --solver magic: no such solver"),
+        (["options", "bits"], "four", UNSUPPORTED, f"{no_job}: quantkit.json: quant.bits is 'four', not"),
+        (["override"], ["(=4"], UNSUPPORTED, f"{no_job}: --override '(' is not a regular expression"),
+    ):
+        *above, key = keys
+        changed = json.loads(json.dumps(honest))
+        functools.reduce(dict.__getitem__, above, changed["job"])[key] = value
+        path.write_text(json.dumps(changed))
+        done = quantkit(*audit, "-q")
+        error = done.err.splitlines()[0].removeprefix("error: ")
+        assert done.code == code and error.startswith(said), done.err
+
+
+def test_threads_that_no_machine_starts_are_refused():
+    with pytest.raises(QuantkitError, match="--threads 1000000000 is invalid") as refused:
+        RunOptions(threads=10**9).check()
+    assert refused.value.exit_code == USAGE

@@ -24,13 +24,14 @@ from torch import Tensor
 from quantkit.errors import RESOURCES, USAGE, DamagedError, QuantkitError, full_disk, name_all, require
 from quantkit.models.files import checksums, gguf_shards, safetensors_folder, untrusted
 from quantkit.models.files.safetensors_folder import TensorInfo
+from quantkit.options import MOST_THREADS
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.blocks import StagedBlocks, replacing, save, sync
 from quantkit.quantize.staging.fingerprint import differences
 
 REST = "rest.safetensors"
 GRADIENTS = "curvature"  # folder of calibrate/curvature.py
-MOST = 1 << 20  # limit for sequences of a batch and for threads
+MOST = {"batch_size": 1 << 20, "threads": MOST_THREADS}
 
 
 class Staging(StagedBlocks):
@@ -269,9 +270,10 @@ def _runs(execution: Any) -> bool:
     """Return whether a fingerprint's execution is valid, so that a resumed job can use it."""
     if not isinstance(execution, dict):
         return False
-    counts = [execution[name] for name in ("batch_size", "threads") if name in execution]
+    counts = [(execution[name], most) for name, most in MOST.items() if name in execution]
     words = [execution[name] for name in ("dtype", "device", "sequential", "states") if name in execution]
-    return all(type(n) is int and 0 < n <= MOST for n in counts) and all(isinstance(w, str) for w in words)
+    fits = all(type(number) is int and 0 < number <= most for number, most in counts)
+    return fits and all(isinstance(word, str) for word in words)
 
 
 def _clear(folder: Path) -> None:
