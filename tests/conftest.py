@@ -151,6 +151,19 @@ def refuse(quantkit):
     return run
 
 
+@pytest.fixture
+def program(tmp_path):
+    """`program(text)` is an executable file."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "python"
+        path.write_text(text)
+        path.chmod(0o755)
+        return path
+
+    return write
+
+
 @pytest.fixture(scope="session")
 def forker(tmp_path_factory):
     """Starts commands in no time, whose calls can be let fail where there is a C compiler (see forked.py)."""

@@ -1,13 +1,12 @@
 """`--engine` of eval and verify: what an engine computes, and engines that compute something else.
 
-transformers is the engine. `--python` may be any program: some of the tests replace transformers' loader, or
-print an error in its place.
+transformers is the engine. `--python` may be any program: some of the tests replace transformers' loader. See
+test_engine_processes.py for programs that are no engine.
 """
 
 import json
 import shutil
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +24,6 @@ from quantkit.evaluation import evaluate, served, windows
 from quantkit.evaluation.comparison import record as records
 from quantkit.evaluation.comparison.gates import Gate, judge, refuse_failed
 from quantkit.evaluation.comparison.table import markdown
-from quantkit.evaluation.engines import PACKAGES, Engine
 from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize.progress import SILENT
 from quantkit.serving.engines.choose import Offer
@@ -59,19 +57,6 @@ def text(tmp_path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text("\n".join(families.sentences()))
     return path
-
-
-@pytest.fixture
-def program(tmp_path):
-    """`program(text)` is an executable file."""
-
-    def write(text: str) -> Path:
-        path = tmp_path / "python"
-        path.write_text(text)
-        path.chmod(0o755)
-        return path
-
-    return write
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +101,6 @@ def test_an_engine_has_rows_of_its_own(short_demo, nf4, quantkit, text):
     verdicts = judge([Gate("", "kld.mean", "<=", 1e-6)], made["models"])
     with pytest.raises(QuantkitError, match="KL divergence of .*nf4 in transformers is"):
         refuse_failed(made | {"gates": verdicts})
-
-
-def test_a_relative_python_is_found_from_any_folder(program, tmp_path, monkeypatch):
-    """The engine runs in another folder, where `--python .venv/bin/python` named nothing."""
-    path = program("#!/bin/sh\n")
-    monkeypatch.chdir(tmp_path)
-    assert Engine.find("transformers", "./python", []).python == str(path)
 
 
 @pytest.mark.parametrize("stride", nightly(24, 64))  # by day: above
@@ -200,38 +178,6 @@ def test_damaged_files_are_not_run(nf4, tmp_path, quantkit):
     assert done.code == 6 and json.loads(done.out)["engine"] is None
 
 
-@pytest.mark.parametrize(
-    "engine", [name for name, (package, _) in PACKAGES.items() if not find_spec(package)]
-)
-def test_a_missing_package_is_named_with_the_command(demo_model, refuse, tmp_path, monkeypatch, engine):
-    """A folder of that name in the current folder is not the package."""
-    (tmp_path / PACKAGES[engine][0]).mkdir()
-    monkeypatch.chdir(tmp_path)
-    error, hint = refuse(4, "verify", demo_model, "--engine", engine)
-    package, install = PACKAGES[engine]
-    assert error == f"{sys.executable} has no package {package}, which runs {engine}"
-    assert hint == f"{sys.executable} -m pip install {install}; or name a python that has it with --python"
-
-
-@pytest.mark.parametrize(
-    "reason", ["ValueError: no kernel for int4", "what(): not implemented", "Value error, too long"]
-)
-def test_what_an_engine_says_when_it_declines_is_the_error(demo_model, refuse, program, reason):
-    """The second is an abort in C++, after a warning that shows another error; the third is pydantic's."""
-    lines = f"echo 'KeyError: only a warning' >&2\necho '{reason}' >&2\necho 'frame #1: torch' >&2"
-    python = program(f'#!/bin/sh\ntest "$1" = -c && exit\n{lines}\nexit 1\n')
-    error, hint = refuse(4, "verify", demo_model, "--engine", "vllm", "--python", python)
-    assert error == f"vllm does not run {demo_model}: {reason}"
-    assert hint.startswith(f"quantkit inspect {demo_model} lists engines")
-
-
-def test_an_engine_that_ends_early_is_no_result(demo_model, refuse, program):
-    facts = '{"version": "1", "kernels": null, "dtype": null, "vocabulary": 4096}'
-    python = program(f"#!/bin/sh\ntest \"$1\" = -c && exit\necho '{facts}'\necho RuntimeError: full >&2\n")
-    error, _ = refuse(1, "eval", demo_model, "--limit", 512, "--engine", "mlx", "--python", python)
-    assert error == f"mlx ended while it ran {demo_model}: RuntimeError: full"
-
-
 def test_an_original_that_the_engine_does_not_read_is_no_error(tiny_model, make, quantkit, text):
     """llama.cpp reads files alone."""
     pytest.importorskip("xllamacpp")
@@ -256,11 +202,12 @@ def test_llama_cpp_says_which_setting_it_does_not_have(tiny_model, make, refuse)
 def test_flags_are_checked(demo_model, refuse, tmp_path):
     run = ["eval", demo_model, "--engine", "transformers"]
     assert refuse(2, *run, "--engine-option", "dtype")[0] == "--engine-option 'dtype' is not NAME=VALUE"
-    assert (
-        refuse(3, *run, "--python", tmp_path / "none")[0] == f"--python {tmp_path / 'none'}: no such program"
-    )
-    error, hint = refuse(2, "verify", demo_model, "--python", sys.executable)
-    assert (error, hint) == ("--python and --engine-option need --engine", "add --engine NAME")
+    none = tmp_path / "none"
+    assert refuse(3, *run, "--python", none)[0] == f"--python {none}: no such program"
+    assert refuse(3, *run, "--python", "")[0] == "--python is empty"
+    for python in (sys.executable, ""):
+        error, hint = refuse(2, "verify", demo_model, "--python", python)
+        assert (error, hint) == ("--python and --engine-option need --engine", "add --engine NAME")
 
 
 @pytest.mark.parametrize(("rounds_inputs", "agrees"), [(True, False), (False, True)])

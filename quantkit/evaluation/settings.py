@@ -102,8 +102,8 @@ class EvalSettings:
         """Raise QuantkitError for methods and options of --as that do not exist, options without an engine,
         and an invalid gate or --max-memory."""
         gates.parse(*self.limits)
-        without = self.engine or not (self.python or self.engine_option)
-        require(without, "--python and --engine-option need --engine", "add --engine NAME", USAGE)
+        fits = self.engine or (self.python is None and not self.engine_option)
+        require(fits, "--python and --engine-option need --engine", "add --engine NAME", USAGE)
         for typed in self.trials:
             trial_method(typed)
         if self.max_memory is not None:

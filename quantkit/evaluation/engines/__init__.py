@@ -6,12 +6,16 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,6 +24,7 @@ from torch import Tensor
 
 from quantkit.errors import NOT_FOUND, RUNTIME, UNSUPPORTED, USAGE, QuantkitError, require
 from quantkit.evaluation.windows import Windows
+from quantkit.models.files import untrusted
 from quantkit.models.files.checkpoint import Checkpoint
 
 PACKAGES = {  # engine -> package, and what to install
@@ -30,6 +35,11 @@ PACKAGES = {  # engine -> package, and what to install
 }
 # the end of a traceback, pydantic's line after it, or an abort
 ERROR = re.compile(r"(^|\s)([\w.]*(Error|Exception)|what\(\)): |^Value error, ")
+# what follows an error, besides its other lines
+AFTER = re.compile(r"frame #|Exception raised from |For further information |[\[(/]|sys:1|(INFO|WARNING) ")
+LONGEST, MOST_LINES = 1 << 16, 1000  # bytes of a line, lines of others
+GRACE = 10.0  # seconds for the end of an engine without output
+FACTS = {"version": str | None, "kernels": str | None, "dtype": str | None, "vocabulary": int}
 
 
 Logits = Callable[[int, tuple[int, slice]], Tensor]  # of (batch, (row, positions)): `[tokens, vocabulary]`
@@ -54,9 +64,11 @@ class Engine:
         option that is not NAME=VALUE."""
         if name is None:
             return None
-        path = shutil.which(python or sys.executable)
+        python = sys.executable if python is None else python
+        path = shutil.which(python)
         if path is None:
-            raise QuantkitError(f"--python {python}: no such program", "name a python", NOT_FOUND)
+            what = f"--python {python}: no such program" if python else "--python is empty"
+            raise QuantkitError(what, "name a python", NOT_FOUND)
         path = os.path.abspath(path)  # engines run in another folder, whose files are no modules
         package, install = PACKAGES[name]
         look = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
@@ -72,8 +84,8 @@ class Engine:
     ) -> Iterator[tuple[dict[str, Any], Logits]]:
         """Start the engine; yield {version, kernels, dtype} as it says (None if it does not), and its logits.
 
-        Spans of logits must be read in the order of the windows. The process ends with the context. Raises
-        Declined if the engine does not load the checkpoint.
+        Spans of logits must be read in the order of the windows. The process and those that it started end
+        with the context. Raises Declined if the engine does not load the checkpoint.
         """
         path, what = checkpoint.folder, f"{self.name} does not run {checkpoint.source}"
         if self.name == "llama.cpp" and path.is_dir():
@@ -89,37 +101,81 @@ class Engine:
             json.dump(request, asked)
             asked.seek(0)
             command = [self.python, "-X", "utf8", *program]
-            pipes = {"stdin": asked, "stdout": subprocess.PIPE, "stderr": log}
+            pipes = {"stdin": asked, "stdout": subprocess.PIPE, "stderr": log, "start_new_session": True}
             with subprocess.Popen(command, env=_environment(), cwd="/", **pipes) as process:
+                threading.Thread(target=_end_with, args=(process,), daemon=True).start()
 
                 def logits(batch: int, span: tuple[int, slice]) -> Tensor:
                     values = torch.empty(span[1].stop - span[1].start, columns)
                     view = memoryview(values.numpy()).cast("B")
                     if process.stdout.readinto(view) < len(view):
                         ended = f"{self.name} ended while it ran {checkpoint.source}: {_reason(process, log)}"
-                        raise QuantkitError(ended, "try fewer tokens with --ctx and --limit", RUNTIME)
+                        raise Declined(ended, "try fewer tokens with --ctx and --limit", RUNTIME)
                     return values.to(device)
 
                 try:
-                    line = process.stdout.readline()
-                    if not line:
+                    if (facts := _facts(process.stdout, log)) is None:
+                        what, code = f"{what}: {_reason(process, log)}", UNSUPPORTED
                         hint = f"quantkit inspect {checkpoint.source} lists engines, and what they need"
-                        raise Declined(f"{what}: {_reason(process, log)}", hint, UNSUPPORTED)
-                    facts, expected = json.loads(line), checkpoint.text_config.vocab_size
-                    columns = facts.pop("vocabulary")
-                    other = f"{self.name} computes {columns} logits a token, not {expected}"
-                    require(columns == expected, other, "they cannot be compared", UNSUPPORTED)
+                        if process.returncode == -signal.SIGKILL:
+                            hint, code = "close other programs, or compare smaller models", RUNTIME
+                        raise Declined(what, hint, code)
+                    columns, expected = facts.pop("vocabulary"), checkpoint.text_config.vocab_size
+                    if columns != expected:
+                        other = f"{what}: it computes {columns} logits a token, not {expected}"
+                        raise Declined(other, "they cannot be compared", UNSUPPORTED)
                     yield facts, logits
                 finally:
-                    process.kill()
+                    _end(process)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Kill an engine and the processes that it started."""
+    with suppress(ProcessLookupError, PermissionError):  # macOS: all are dead
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _end_with(process: subprocess.Popen) -> None:
+    """Kill the processes of an engine that has ended: they may keep its pipe open."""
+    process.wait()
+    _end(process)
+
+
+def _facts(output: IO[bytes], log: IO[bytes]) -> dict[str, Any] | None:
+    """Return the line that wire.py writes first, None if there is none. Lines of others, such as a banner of
+    the Python, are logged."""
+    for line in islice(iter(partial(output.readline, LONGEST), b""), MOST_LINES):
+        if len(line) == LONGEST:
+            break
+        try:
+            facts = untrusted.parse(line)
+        except ValueError:
+            facts = None
+        if isinstance(facts, dict) and facts.keys() == FACTS.keys():
+            if all(isinstance(facts[name], kind) for name, kind in FACTS.items()):
+                return facts
+        log.write(b"it printed: " + line)
+        log.flush()
+    return None
 
 
 def _reason(process: subprocess.Popen, log: IO[bytes]) -> str:
-    """Return the last error in an ended engine's log, else its last line."""
-    code = process.wait()
+    """Return why an engine ended: the last error in its log, else its last lines, or its exit code."""
+    try:
+        code = process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        return "it answers with something else than quantkit's program"
+    if code == -signal.SIGKILL:
+        return "the system killed it, as when memory runs out"
     log.seek(0)
-    lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-    return ([line for line in lines if ERROR.search(line)] or lines or [f"its exit code is {code}"])[-1]
+    text = re.sub(r"^\(\w+ pid=\d+\)", "", log.read().decode(errors="replace"), flags=re.MULTILINE)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [number for number, line in enumerate(lines) if ERROR.search(line)]
+    if not errors:
+        return " / ".join(lines[-3:]) or f"its exit code is {code}"
+    first, *others = lines[errors[-1] :]
+    whole = " ".join([first, *takewhile(lambda line: not AFTER.match(line), others)])
+    return whole.partition(" [type=")[0]  # pydantic's
 
 
 def _environment() -> dict[str, str]:

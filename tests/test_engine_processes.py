@@ -1,0 +1,116 @@
+"""The processes of `--engine`: what they print besides their answer, how they fail, and that they end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from quantkit.evaluation.engines import PACKAGES, Engine
+
+FACTS = '{"version": "1", "kernels": null, "dtype": null, "vocabulary": 4096}'
+LOOKED = '#!/bin/sh\ntest "$1" = -c && exit\n'  # yes, it has the package
+
+
+def test_a_relative_python_is_found_from_any_folder(program, tmp_path, monkeypatch):
+    """The engine runs in another folder, where `--python .venv/bin/python` named nothing."""
+    path = program("#!/bin/sh\n")
+    monkeypatch.chdir(tmp_path)
+    assert Engine.find("transformers", "./python", []).python == str(path)
+
+
+@pytest.mark.parametrize(
+    "engine", [name for name, (package, _) in PACKAGES.items() if not find_spec(package)]
+)
+def test_a_missing_package_is_named_with_the_command(demo_model, refuse, tmp_path, monkeypatch, engine):
+    """A folder of that name in the current folder is not the package."""
+    (tmp_path / PACKAGES[engine][0]).mkdir()
+    monkeypatch.chdir(tmp_path)
+    error, hint = refuse(4, "verify", demo_model, "--engine", engine)
+    package, install = PACKAGES[engine]
+    assert error == f"{sys.executable} has no package {package}, which runs {engine}"
+    assert hint == f"{sys.executable} -m pip install {install}; or name a python that has it with --python"
+
+
+@pytest.mark.parametrize(
+    "reason", ["ValueError: no kernel for int4", "what(): not implemented", "Value error, too long"]
+)
+def test_what_an_engine_says_when_it_declines_is_the_error(demo_model, refuse, program, reason):
+    """The second is an abort in C++, after a warning that shows another error; the third is pydantic's."""
+    lines = f"echo 'KeyError: only a warning' >&2\necho '{reason}' >&2\necho 'frame #1: torch' >&2"
+    python = program(f'#!/bin/sh\ntest "$1" = -c && exit\n{lines}\nexit 1\n')
+    error, hint = refuse(4, "verify", demo_model, "--engine", "vllm", "--python", python)
+    assert error == f"vllm does not run {demo_model}: {reason}"
+    assert hint.startswith(f"quantkit inspect {demo_model} lists engines")
+
+
+def test_an_engine_that_ends_early_is_no_result(demo_model, refuse, program):
+    facts = '{"version": "1", "kernels": null, "dtype": null, "vocabulary": 4096}'
+    python = program(f"#!/bin/sh\ntest \"$1\" = -c && exit\necho '{facts}'\necho RuntimeError: full >&2\n")
+    error, _ = refuse(1, "eval", demo_model, "--limit", 512, "--engine", "mlx", "--python", python)
+    assert error == f"mlx ended while it ran {demo_model}: RuntimeError: full"
+
+
+def test_all_lines_of_an_error_are_shown(demo_model, refuse, program):
+    """vLLM lists what each of its kernels lacks; pydantic quotes its input."""
+    said = r"(Worker pid=7) ValueError: no kernel. Reasons: \n Marlin: no GPU\n Exllama: bias\n[rank0]: x\n"
+    python = program(f"{LOOKED}printf '{said}' >&2\nexit 1\n")
+    error, _ = refuse(4, "verify", demo_model, "--engine", "vllm", "--python", python)
+    whole = "ValueError: no kernel. Reasons: Marlin: no GPU Exllama: bias"
+    assert error == f"vllm does not run {demo_model}: {whole}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "said"),
+    [
+        ("echo '[1, 2]'", 4, "mlx does not run {}: it printed: [1, 2]"),
+        ("""echo '{"version": "1"}'""", 4, 'mlx does not run {}: it printed: {{"version": "1"}}'),
+        ("exec yes", 4, "mlx does not run {}: it answers with something else than {}"),
+        ("exec cat /dev/zero", 4, "mlx does not run {}: it answers with something else than {}"),
+        (f"echo '{FACTS[:-5]}7}}'", 4, "mlx does not run {}: it computes 7 logits a token, not 4096"),
+        ("echo x >&2; kill -9 $$", 1, "mlx does not run {}: the system killed it, as when memory runs out"),
+    ],
+    ids=["a list", "keys missing", "too many lines", "no line", "another vocabulary", "killed"],
+)
+def test_an_answer_that_is_none_is_an_error(demo_model, refuse, program, monkeypatch, answer, code, said):
+    monkeypatch.setattr("quantkit.evaluation.engines.GRACE", 0.5)
+    python = program(f"{LOOKED}{answer}\n")
+    error, _ = refuse(code, "verify", demo_model, "--engine", "mlx", "--python", python)
+    assert error == said.format(demo_model, "quantkit's program")
+
+
+def ended(path: Path) -> bool:
+    """Whether the process whose id stands in the file has ended."""
+    state = Path(f"/proc/{path.read_text().strip()}/stat")
+    deadline = time.monotonic() + 10
+    while state.exists() and state.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not state.exists() or state.read_text().split()[2] == "Z"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")
+def test_workers_of_an_engine_end_with_it(demo_model, refuse, program, tmp_path):
+    """They hold its pipe open."""
+    python = program(f"{LOOKED}sleep 300 &\necho $! >{tmp_path}/pid\nexit 3\n")
+    error, _ = refuse(4, "verify", demo_model, "--engine", "mlx", "--python", python)
+    assert error == f"mlx does not run {demo_model}: its exit code is 3"
+    assert ended(tmp_path / "pid")
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_an_engine_that_hangs_and_its_workers(demo_model, program, tmp_path, number, code):
+    python, pid = program(f"{LOOKED}sleep 300 &\necho $! >{tmp_path}/pid\nwait\n"), tmp_path / "pid"
+    command = ["verify", demo_model, "--engine", "mlx", "--python", python, "-q"]
+    command = [sys.executable, "-m", "quantkit", *map(str, command)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while not (pid.exists() and pid.read_text()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.kill(process.pid, number)
+        assert "Traceback" not in process.communicate(timeout=60)[1]
+    assert process.returncode == code and ended(pid)
