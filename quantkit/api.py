@@ -79,7 +79,8 @@ def evaluate(
     revision: str | None = None, offline: bool = False, trust_remote_code: bool = False,
     progress: Progress | bool = False, **options: Any,
 ) -> Evaluation:  # fmt: skip
-    """Compare checkpoints with the first, as `quantkit eval`. A failed gate is no error: see `passed`.
+    """Compare checkpoints with the first, as `quantkit eval`. A failed gate is no error: see `passed`. Nor is
+    a model that the engine does not run: see `engine_declined`.
 
     text: a file, or a dataset such as wikitext2; None: the shipped held-out text. card: the model whose card
     gets its results.

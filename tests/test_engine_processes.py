@@ -1,5 +1,6 @@
 """The processes of `--engine`: what they print besides their answer, how they fail, and that they end."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,11 +9,13 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
+import jobs
 import pytest
 
 from quantkit.evaluation.engines import PACKAGES, Engine
 
 FACTS = '{"version": "1", "kernels": null, "dtype": null, "vocabulary": 4096}'
+NAN = r"exec tr '\0' '\377' </dev/zero"
 LOOKED = '#!/bin/sh\ntest "$1" = -c && exit\n'  # yes, it has the package
 
 
@@ -73,14 +76,38 @@ def test_all_lines_of_an_error_are_shown(demo_model, refuse, program):
         ("exec cat /dev/zero", 4, "mlx does not run {}: it answers with something else than {}"),
         (f"echo '{FACTS[:-5]}7}}'", 4, "mlx does not run {}: it computes 7 logits a token, not 4096"),
         ("echo x >&2; kill -9 $$", 1, "mlx does not run {}: the system killed it, as when memory runs out"),
+        (f"echo '{FACTS}'; {NAN}", 6, "mlx computes probabilities of {} that are not finite numbers"),
     ],
-    ids=["a list", "keys missing", "too many lines", "no line", "another vocabulary", "killed"],
+    ids=["a list", "keys missing", "too many lines", "no line", "another vocabulary", "killed", "NaN"],
 )
 def test_an_answer_that_is_none_is_an_error(demo_model, refuse, program, monkeypatch, answer, code, said):
     monkeypatch.setattr("quantkit.evaluation.engines.GRACE", 0.5)
     python = program(f"{LOOKED}{answer}\n")
     error, _ = refuse(code, "verify", demo_model, "--engine", "mlx", "--python", python)
     assert error == said.format(demo_model, "quantkit's program")
+
+
+def test_a_model_that_the_engine_declines_keeps_the_rows_of_the_others(
+    short_demo, quantkit, program, tmp_path
+):
+    """The Python of the engine prints a banner before its answer."""
+    for name in ("bad", "good"):
+        jobs.quantize("nf4", short_demo, tmp_path / name)
+    refusing = "cat >asked\ngrep -q /bad asked && echo 'ValueError: no' >&2 && exit 1\ncd /\n"
+    banner = f"echo 'Loading cuda/12'\nexec {sys.executable} \"$@\" <{tmp_path}/asked\n"
+    python = program(f"{LOOKED}cd {tmp_path}\n{refusing}{banner}")
+    command = ["eval", short_demo, "bad", "good", "--ctx", 64, "--limit", 256, "--engine", "transformers"]
+    command += ["--python", python]
+    done = quantkit(*command, "--json", "-q")
+    made = json.loads(done.out)
+    served = [model["source"] for model in made["models"] if model["engine"]]
+    assert served == [f"{short_demo} in transformers", "good in transformers"]
+    said = "transformers does not run bad: ValueError: no"
+    assert made["engine_declined"]["bad"]["message"] == said
+    assert (done.code, made["error"]["message"], made["error"]["exit_code"]) == (4, said, 4)
+    shown = quantkit(*command, "-q")
+    assert shown.code == 4 and f"bad was not measured in the engine: {said}\n" in shown.out
+    assert f"error: {said}\n" in shown.err
 
 
 def ended(path: Path) -> bool:

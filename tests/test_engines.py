@@ -185,7 +185,9 @@ def test_an_original_that_the_engine_does_not_read_is_no_error(tiny_model, make,
     make("gguf", folder, "-o", "out.gguf", "--type", "F16")
     command = ["eval", folder, "out.gguf", "--text", text, *TEXT, "--engine", "llama.cpp"]
     made = json.loads(quantkit(*command, "--json", "-q").out)
-    assert made["engine_declined"] == f"llama.cpp does not run {folder}: it reads GGUF files"
+    (declined,) = made["engine_declined"].items()
+    assert declined[0] == str(folder)
+    assert declined[1]["message"] == f"llama.cpp does not run {folder}: it reads GGUF files"
     decoded, served = made["models"][1:]
     assert served["metrics"]["nll"]["value"] == pytest.approx(decoded["metrics"]["nll"]["value"], abs=1e-3)
     assert 0 < served["engine"]["difference"]["max"] < 1e-4

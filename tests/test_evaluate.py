@@ -331,7 +331,7 @@ def test_the_record_has_exactly_this_shape(tiny_model, text):
             }
             for folder in (base, copy)
         ],
-        "engine_declined": None,
+        "engine_declined": {},
         "pareto": {
             "size": "size.weight_bytes",
             "loss": "metrics.kld.mean",

@@ -9,6 +9,7 @@ import records
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation.comparison.record import merge, read
+from quantkit.evaluation.comparison.table import markdown
 
 
 @pytest.fixture
@@ -88,11 +89,14 @@ def test_two_results_become_one():
     gate = {"metric": "top1", "op": ">=", "limit": 0.5, "model": "weak", "value": 0.9, "pass": True}
     one["gates"] = [gate]
     one["error"] = {"message": "1 of 1 gates failed", "hint": "", "exit_code": 7}
+    declined = {"weak": {"message": "no kernel", "hint": "", "exit_code": 4}}
+    two["engine_declined"] = declined
     two["env"] = {"quantkit": "9.9", "torch": "2.12", "gpu": "H200"}
     two["data"]["text"] = "the same text under another name"
     assert one["pareto"]["models"] == ["weak", "org/base"]
     found = merge([("a", one), ("b", two), ("a again", one)])
     assert [model["source"] for model in found["models"]] == ["org/base", "weak", "strong"]
+    assert found["engine_declined"] == declined and "weak was not measured in the engine" in markdown(found)
     assert found["pareto"]["models"] == ["strong", "org/base"] and "error" not in found
     assert found["gates"] == [gate] and found["noise_floor"] == one["noise_floor"]
     assert found["env"] == one["env"]

@@ -41,7 +41,7 @@ def command(
     ) = None,
     **values: Any,
 ) -> None:
-    from quantkit.evaluation.comparison import gates
+    from quantkit.evaluation.comparison import gates, record
     from quantkit.evaluation.comparison.report import Outputs
 
     asked, (as_json, quiet) = flags.options(EvalSettings, values), (values["as_json"], values["quiet"])
@@ -61,5 +61,6 @@ def command(
         if ranks.is_first():
             outputs.write(comparison, lambda: markdown(result), as_json=as_json, quiet=quiet)
         gates.refuse_failed(result)
+        record.refuse_declined(result)
 
     streams.present(result, as_json, comparison.show, finish, allow_nan=False)

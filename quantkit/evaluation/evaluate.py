@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
+from quantkit.errors import UNSUPPORTED, USAGE, VERIFICATION, QuantkitError, require
 from quantkit.evaluation import kv_cache, memory, metrics
 from quantkit.evaluation.engines import Declined, Engine, Logits
 from quantkit.evaluation.metrics import SELECTABLE, Scores, summarize
@@ -65,7 +65,8 @@ def evaluate(
     model a second time.
 
     Raises QuantkitError if a candidate's tokenizer or vocabulary differs from the first's, if the engine
-    declines a candidate, and (exit code 5), before reading weights, if an evaluation does not fit the memory.
+    declines the only model or fails on the base, and (exit code 5), before reading weights, if an evaluation
+    does not fit the memory.
     """
     single = not engine or distributed.count() == 1
     require(single, "--engine runs in a single process", "start quantkit without torchrun", USAGE)
@@ -80,7 +81,7 @@ def evaluate(
     batch = min(_batch(windows), len(windows.ids)) * windows.ids.shape[1]
     planned = checkpoints, dtype, device, windows.ids.numel(), batch, len(candidates) > 1, max_memory
     storage = memory.decide(*planned)
-    models, base, base_scores, floor, declined = [], None, None, None, None
+    models, base, base_scores, floor, declined = [], None, None, None, {}
     for checkpoint, trial, kv, alone in candidates:
         model = StreamedModel.open(checkpoint, dtype, device, trial, kv, alone)
         measured = run(model, windows, listen, storage)
@@ -102,9 +103,9 @@ def evaluate(
             try:
                 scores, facts = in_engine(engine, measured, windows, base, chosen, listen)
             except Declined as error:
-                if measured is not base or len(checkpoints) == 1:
+                if len(checkpoints) == 1 or (measured is base and error.exit_code != UNSUPPORTED):
                     raise
-                declined = error.message  # the candidates are measured all the same
+                declined[model.name] = error.record()["error"]  # the others are measured all the same
             else:
                 served = {"source": f"{model.name} in {engine.name}", "tasks": None, "kv": None}
                 served |= {"metrics": summarize(scores, base_scores, chosen), "engine": facts}
@@ -118,13 +119,16 @@ def in_engine(
 ) -> tuple[Scores, dict[str, Any]]:  # fmt: skip
     """Return the scores of a model whose logits the engine computes, and {name, version, kernels, dtype,
     difference}: the KL divergence from `decoded`, the same model as quantkit decodes it. Raises Declined if
-    the engine does not load the model."""
+    the engine does not run the model, or computes NaN."""
     skeleton, name = decoded.model.skeleton, f"{decoded.model.name} in {engine.name}"
     listen(name, 0, 1)
     give_back(skeleton.device)  # the engine's process needs it
     with engine.run(skeleton.checkpoint, windows, skeleton.device) as (said, logits):
         scores = _score(logits, windows, decoded.model.chunk_tokens, base, chosen, decoded)
     listen(name, 1, 1)
+    if not scores.difference.isfinite().all():
+        what = f"{engine.name} computes probabilities of {decoded.model.name} that are not finite numbers"
+        raise Declined(what, "quantkit inspect lists the engines that load the model", VERIFICATION)
     return scores, {"name": engine.name, **said, "difference": metrics.divergence(scores.difference)}
 
 

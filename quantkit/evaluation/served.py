@@ -83,7 +83,7 @@ def check(engine: Engine, checkpoints: Sequence[Checkpoint], listen: Listener) -
     FACTOR or ROUNDED times the noise, and at least LEAST. The noise is the divergence of quantkit's decode
     from itself in the engine's dtype (`arithmetic`) or, if larger, of the engine from quantkit's decode of
     the original model, the second of the checkpoints (`original`). Raises Declined if the engine does not
-    load one.
+    run one.
     """
     (facts, arithmetic, tokens), *others = (_difference(engine, each, listen) for each in checkpoints)
     difference, original = facts["difference"]["mean"], others[0][0]["difference"]["mean"] if others else None

@@ -138,7 +138,7 @@ def label_by_source(record: dict) -> dict[str, str]:
 
 def footnotes(record: dict) -> list[str]:
     """Return the lines below a table: the protocol, the noise floor, and what each engine said."""
-    models, floor, declined = record["models"], record["noise_floor"], record.get("engine_declined")
+    models, floor, declined = record["models"], record["noise_floor"], record.get("engine_declined") or {}
     names, data = labels([model["source"] for model in models]), record["data"]
     notes = [
         f"{data['text']} (sha256 {data['sha256'][:12]}), {data['tokens']} tokens scored, context "
@@ -152,7 +152,8 @@ def footnotes(record: dict) -> list[str]:
         (name, model["engine"]) for name, model in zip(names, models, strict=True) if model.get("engine")
     ]
     notes += [f"{name}: {engine_line(engine)}" for name, engine in served]
-    return notes + [f"{names[0]} was not measured in the engine: {declined}"] * bool(declined)
+    shown, said = label_by_source(record), "was not measured in the engine"
+    return notes + [f"{shown.get(name, name)} {said}: {error['message']}" for name, error in declined.items()]
 
 
 def engine_line(engine: dict) -> str:

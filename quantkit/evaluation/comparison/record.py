@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit import __version__
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require, unreadable
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, refuse_problems, require, unreadable
 from quantkit.evaluation.comparison.gates import Gate, judge, look_up
 from quantkit.models.files import untrusted
 
@@ -44,6 +44,16 @@ def record(
         "gates": judge(gates, _served(measured["models"])),
         "env": environment(str(device)),
     }
+
+
+def refuse_declined(record: dict) -> None:
+    """Raise QuantkitError, with the record, if the engine did not run a candidate. An original that it does
+    not load, such as a folder in llama.cpp, is no error."""
+    original = record["models"][0]["source"]
+    errors = [error for source, error in record["engine_declined"].items() if source != original]
+    for first in errors[:1]:
+        messages = [error["message"] for error in errors]
+        refuse_problems(record, messages, first["exit_code"], first["hint"])
 
 
 def environment(device: str) -> dict:
@@ -134,7 +144,7 @@ def merge(results: Sequence[Named]) -> dict:
     Raises QuantkitError unless protocol, tasks and first model are the same in all files.
     """
     (name, first), *others = results
-    models, gates = list(first["models"]), list(first["gates"])
+    models, gates, declined = list(first["models"]), list(first["gates"]), {}
     for other_name, other in others:
         ours, theirs = _conditions(first), _conditions(other)
         differ = [key for key in ours if ours[key] != theirs[key]]
@@ -149,7 +159,10 @@ def merge(results: Sequence[Named]) -> dict:
         sources = {model["source"] for model in models}
         models += [model for model in other["models"][1:] if model["source"] not in sources]
         gates += [gate for gate in other["gates"] if gate not in gates]
+    for _, result in reversed(results):
+        declined |= result.get("engine_declined") or {}
     merged = first | {"models": models, "pareto": pareto(models), "gates": gates}
+    merged |= {"engine_declined": declined} if declined else {}
     merged.pop("error", None)  # failed gates are listed in `gates`
     return merged
 
