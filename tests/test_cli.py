@@ -332,6 +332,15 @@ def test_the_next_command_can_be_pasted(quantkit, model, small):
     assert command == ["quantkit", "eval", str(model), "my models/it's 4 bit"]
 
 
+def test_the_next_command_without_a_tokenizer_compares_weights(quantkit, model):
+    """`quantkit eval` needs a tokenizer."""
+    shutil.copytree(model, "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    done = quantkit("nf4", "bare", "-o", "made")
+    command = re.search("^next: (.*)$", done.out, re.MULTILINE)[1].split()
+    assert command == ["quantkit", "inspect", "bare", "made"]
+    assert "largest differences" in quantkit(*command[1:]).out
+
+
 def test_eval_at_the_end_of_a_run(quantkit, make, model, small, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")  # one table
     text = Path("few.txt")

@@ -247,19 +247,18 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         print_line(console, f"  {linear}: {reason}", indent=4)
     for note in summary.steps_down:
         print_line(console, f"note: {note}")
-    print_load(console, summary.output)
+    record, _ = look.at(summary.output)
+    _print_load(console, record["clients"], summary.output)
     if evaluation:
-        report(evaluation).show()
-    else:
-        console.print(
-            f"\nnext: quantkit eval {quote(summary.source)} {quote(summary.output)}", soft_wrap=True
-        )
+        return report(evaluation).show()
+    command = "eval" if record["tokenizer"] else "inspect"  # eval reads text
+    models = f"{quote(summary.source)} {quote(summary.output)}"
+    console.print(f"\nnext: quantkit {command} {models}", soft_wrap=True)
 
 
-def print_load(console: Console, output: str) -> None:
-    """Print a line for each client known to load the result: the command or the call that loads it."""
-    record, _ = look.at(output)
-    for index, (_, line, packages) in enumerate(clients.load_lines(record["clients"], output)):
+def _print_load(console: Console, rows: list[dict], output: str) -> None:
+    """Print the command or the call of each client that loads the output. rows: see `clients.known`."""
+    for index, (_, line, packages) in enumerate(clients.load_lines(rows, output)):
         after = f"  (pip install {packages})" if packages else ""
         console.print(f"{'or' if index else 'load':12s} {line}{after}", soft_wrap=True)
 
