@@ -73,6 +73,17 @@ def test_malformed_files(save, content, words):
     assert words in refused(USAGE, read, save(content))
 
 
+@pytest.mark.parametrize("content", ["[1, 2]", "{}", '{"schema": "quantkit.bench/3"}', '{"schema": [7]}'])
+def test_another_json_file_is_called_no_result(save, content):
+    with pytest.raises(QuantkitError) as caught:
+        read(path := save(content))
+    assert caught.value.record()["error"] == {
+        "message": f"{path} is not a result of quantkit eval",
+        "hint": "quantkit eval … --json > FILE makes one",
+        "exit_code": USAGE,
+    }
+
+
 def test_files_that_are_absent_binary_or_of_another_version(save, tmp_path):
     assert "nowhere.json" in refused(NOT_FOUND, read, tmp_path / "nowhere.json")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe{}")

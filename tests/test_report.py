@@ -98,6 +98,17 @@ def test_the_command_writes_page_and_plots(quantkit, result, tmp_path):
     assert (tmp_path / "report.html").read_text() == table.report(records.record()).page()
 
 
+@pytest.mark.parametrize("precious", ["report.html", "report.png"])
+def test_an_existing_page_or_plot_stays_unless_overwritten(quantkit, result, tmp_path, precious):
+    (tmp_path / precious).write_text("mine")
+    code, out, err = quantkit("report", result, "--png")
+    assert (code, out) == (USAGE, "") and err.startswith(f"error: {precious} exists\nhint: ")
+    assert "--overwrite" in err and (tmp_path / precious).read_text() == "mine"
+    done = quantkit("report", result, "--png", "--overwrite")
+    assert done == (0, "wrote report.html\nwrote report.png\n", "")
+    assert (tmp_path / precious).read_bytes() != b"mine"
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

@@ -10,9 +10,16 @@ from typing import Any
 
 from quantkit.cli import flags
 from quantkit.errors import USAGE, QuantkitError
+from quantkit.quantize.staging import may_replace
 
 
-@flags.command(shared=("quiet",), helps={"quiet": "Do not print the names of the files."})
+@flags.command(
+    shared=("overwrite", "quiet"),
+    helps={
+        "overwrite": "Replace an existing page and its plots.",
+        "quiet": "Do not print the names of the files.",
+    },
+)
 def command(
     results: flags.argument(
         "Results of quantkit eval --json, all with the same text, options and first model.", list[Path]
@@ -23,15 +30,17 @@ def command(
     png: flags.flag("Write the plots next to the page.", bool, "--png") = False,
     **values: Any,
 ) -> None:
-    from quantkit.evaluation.comparison.record import merge, read
+    from quantkit.evaluation.comparison.record import MAKE, merge, read
     from quantkit.evaluation.comparison.report import Outputs
     from quantkit.evaluation.comparison.table import report
 
     for path in results:
         if path.suffix in (".png", ".svg", ".html"):
-            hint = "quantkit eval … --json > FILE makes one; -o names the page and its plots"
-            raise QuantkitError(f"{path} is not a result of quantkit eval --json", hint, USAGE)
+            hint = f"{MAKE}; -o names the page and its plots"
+            raise QuantkitError(f"{path} is not a result of quantkit eval", hint, USAGE)
     outputs = Outputs(html=output, plot=output.with_suffix(".png") if png else None)
     outputs.check()
+    if not values["overwrite"]:
+        may_replace.check_new(list(filter(None, (outputs.html, outputs.plot))))
     comparison = report(merge([read(path) for path in results]))
     outputs.write(comparison, quiet=values["quiet"])

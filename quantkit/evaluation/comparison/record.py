@@ -116,9 +116,9 @@ def read(path: Path) -> Named:
     except ValueError as error:
         raise _no_result(path, f"not JSON: {error}") from error
     schema = record.get("schema") if isinstance(record, dict) else None
-    outdated = schema != SCHEMA and str(schema).startswith("quantkit.eval/")
+    require(str(schema).startswith("quantkit.eval/"), f"{path} is not a result of quantkit eval", MAKE, USAGE)
     what = f"{path} is {schema}, this quantkit reads {SCHEMA}"
-    require(not outdated, what, "evaluate again with this version", UNSUPPORTED)
+    require(schema == SCHEMA, what, "evaluate again with this version", UNSUPPORTED)
     if fault := _fault(record):
         raise _no_result(path, fault)
     return str(path), record
