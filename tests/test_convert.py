@@ -77,7 +77,7 @@ def test_a_round_trip_gives_the_same_bytes(made, tmp_path, sym):
     assert configs[0] == configs[1]
 
 
-@pytest.mark.parametrize("to", ["gptq", "awq", "compressed-tensors"])
+@pytest.mark.parametrize("to", ["awq", "compressed-tensors"])
 def test_every_weight_keeps_its_value(made, tmp_path, to):
     source = made("gptq", **OPTIONS | {"head": 0})
     convert(str(source), to, tmp_path / to, False, SILENT)
@@ -85,6 +85,15 @@ def test_every_weight_keeps_its_value(made, tmp_path, to):
     assert open_checkpoint(str(tmp_path / to)).layout.label in (to, "pack-quantized")
     found = verify.verify(str(tmp_path / to), str(made.source), lambda *_: None, False)
     assert not found["problems"] and all(row["agrees"] for row in found["linears"])
+
+
+def test_gptq_v2_becomes_gptq(made, tmp_path):
+    source = made("gptq", **OPTIONS | {"head": 0, "checkpoint_format": "gptq_v2"})
+    convert(str(source), "gptq", tmp_path / "gptq", False, SILENT)
+    assert open_checkpoint(str(source)).raw_config["quantization_config"]["checkpoint_format"] == "gptq_v2"
+    written = open_checkpoint(str(tmp_path / "gptq"))
+    assert written.raw_config["quantization_config"]["checkpoint_format"] == "gptq"
+    assert same(source, tmp_path / "gptq")
 
 
 def test_awq_becomes_gptq(made, tmp_path):
@@ -208,6 +217,9 @@ def test_what_would_change_is_refused_by_name(made, tmp_path):
     assert "also rounds the inputs" in refused(inputs, "compressed-tensors")
     assert "is not quantized" in refused(made.source, "gptq")
     assert "--to gguf: no such layout" in refused(mixed, "gguf")
+    assert refused(mixed, "gptq") == f"{mixed} is in the layout gptq already"
+    packed = made("gptq", **OPTIONS | {"head": 0, "layout": "compressed-tensors"})
+    assert refused(packed, "Compressed-Tensors") == f"{packed} is in the layout compressed-tensors already"
 
 
 def test_the_card_has_the_source_s_recipe_and_results(make, tiny_model, tmp_path):

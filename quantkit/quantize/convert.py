@@ -59,6 +59,7 @@ from quantkit.quantize.staging.folder import Staging, disk_errors
 FROM = ("gptq", "awq", "compressed-tensors")
 FILES = {"q4_0": "Q4_0", "q8_0": "Q8_0"}  # --to -> type of a GGUF file
 TO = (*FROM, "mlx", *FILES)
+UNCHANGED = (None, "gptq", "gptq_p", "pack-quantized")  # formats of a layout that convert itself writes
 ANEW = "quantize the original model for this layout"
 HEAD = "a head, which its clients read in 16 bit"
 READ, PACKED, WRITTEN = "reading the linears", "packing the linears", "checking the linears that were written"
@@ -72,16 +73,19 @@ def convert(source: str, to: str, output: Path | None, overwrite: bool, progress
     codes are compared instead. Linears that an interrupted conversion has packed are kept. Raises
     QuantkitError naming every linear that the layout cannot hold exactly.
     """
-    one_of(to, TO, f"--to {to}: no such layout")
+    to = one_of(to.lower(), TO, f"--to {to}: no such layout")
     output = output or Path(f"{base_name(source)}-{f'{FILES[to]}.gguf' if to in FILES else to}")
     checkpoint = open_checkpoint(source)
-    stored = quantization_of(checkpoint.raw_config).get("quant_method")
+    config = quantization_of(checkpoint.raw_config)
+    stored, form = config.get("quant_method"), config.get("checkpoint_format") or config.get("format")
     kind = "a GGUF file" if checkpoint.folder.is_file() else f"in the layout {stored}"
     what = f"{source} is {kind}" if checkpoint.quantized else f"{source} is not quantized"
     readable = stored in FROM and checkpoint.folder.is_dir()
     require(readable, what, f"convert reads folders in the layouts {', '.join(FROM)}", UNSUPPORTED)
     what = f"{source} also rounds the inputs of linears, which convert does not keep"
     require(not checkpoint.layout.rounds_inputs, what, ANEW, UNSUPPORTED)
+    what = f"{source} is in the layout {to} already"
+    require(stored != to or form not in UNCHANGED, what, f"choose another of {', '.join(TO)}", UNSUPPORTED)
     staging = Staging(output, one_file=to in FILES)
     may_replace.check_source(output, checkpoint.folder)
     staging.check(True, overwrite)
