@@ -89,6 +89,8 @@ def test_every_weight_keeps_its_value(made, tmp_path, to):
 
 def test_gptq_v2_becomes_gptq(made, tmp_path):
     source = made("gptq", **OPTIONS | {"head": 0, "checkpoint_format": "gptq_v2"})
+    convert(str(source), "Q4_0", tmp_path / "new", False, SILENT)
+    assert [path.suffix for path in sorted((tmp_path / "new").iterdir())] == [".gguf", ".md"]
     convert(str(source), "gptq", tmp_path / "gptq", False, SILENT)
     assert open_checkpoint(str(source)).raw_config["quantization_config"]["checkpoint_format"] == "gptq_v2"
     written = open_checkpoint(str(tmp_path / "gptq"))

@@ -343,6 +343,9 @@ def test_an_output_that_is_a_folder_gets_the_file(short_demo, tmp_path):
     assert CliRunner().invoke(cli.app, words).exit_code == 0
     made = ["demo-llama-6m-F16.gguf", "demo-llama-6m-F16.gguf.md", "notes.txt"]
     assert sorted(path.name for path in folder.iterdir()) == made
+    words[words.index(str(folder))] = f"{tmp_path}/new/"  # the same for a folder that does not exist
+    assert CliRunner().invoke(cli.app, words).exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == made[:2]
     result = CliRunner().invoke(
         cli.app, ["gguf", str(short_demo), "-t", "F16", "-t", "Q8_0", "-o", "one.gguf"]
     )

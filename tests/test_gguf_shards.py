@@ -16,6 +16,8 @@ import torch
 from huggingface_hub.errors import NotASafetensorsRepoError
 from nights import nightly
 
+from quantkit.auto.options import AutoOptions, AutoRequest
+from quantkit.distillation import request as distilling
 from quantkit.errors import QuantkitError
 from quantkit.inspection import verify
 from quantkit.models.files import checksums, gguf_shards, gguf_writer
@@ -262,6 +264,26 @@ def test_shards_of_others_are_a_source_and_an_importance_matrix(written, source,
 
 
 # ---- refused
+
+
+def test_a_path_with_another_ending_is_a_folder_for_gguf_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("old.gguf").mkdir()
+    for typed, name, expected in (
+        (None, "m-Q4_0.gguf", "m-Q4_0.gguf"),
+        ("a.gguf", "m-Q4_0.gguf", "a.gguf"),
+        ("new", "m-Q4_0.gguf", "new/m-Q4_0.gguf"),
+        ("old.gguf", "m-Q4_0.gguf", "old.gguf/m-Q4_0.gguf"),
+        ("new", "m-awq", "new"),
+        (None, "m-awq", "m-awq"),
+    ):
+        assert gguf_shards.destination(typed and Path(typed), name) == Path(expected)
+    auto = AutoRequest(
+        source="m", output=Path("new"), options=AutoOptions(bpw=4, engine="llama.cpp"), typed={}
+    )
+    assert auto.destination == Path("new/m-auto-4bpw.gguf")
+    request = {"teacher": "t", "student": "s.gguf", "options": None, "calibration": None, "run": None}
+    assert distilling.Request(output=Path("new"), **request).destination == Path("new/s-distilled.gguf")
 
 
 def test_what_is_wrong_with_shards_is_one_error_that_names_the_file(made, refuse):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from quantkit.capacity.question import Question
 from quantkit.errors import USAGE, QuantkitError, one_of, require
-from quantkit.models.files.gguf_shards import base_name
+from quantkit.models.files.gguf_shards import base_name, destination
 from quantkit.options import check_value, flag_of, option, parse_tokens, size_bytes
 from quantkit.quantize.methods import _options as method_options
 from quantkit.quantize.prepare.request import JobFlags
@@ -108,8 +108,8 @@ class AutoRequest(JobFlags):
 
     @property
     def destination(self) -> Path:
-        """The output's path: as requested, or a derived name such as `model-auto-3.5bpw`. If a folder is
-        requested for a GGUF file and exists: the derived name in this folder."""
+        """The output's path: as requested, or a derived name such as `model-auto-3.5bpw`. For a
+        GGUF file in a requested folder: the derived name in this folder."""
         options, one_file = self.options, self.options.engine == "llama.cpp"
         if options.bpw is not None:
             budget = f"{options.bpw:g}bpw"
@@ -118,5 +118,4 @@ class AutoRequest(JobFlags):
         else:
             budget = options.gpu or f"kld{options.max_kld:g}"
         name = f"{base_name(self.source)}-auto-{budget}{'.gguf' * one_file}"
-        inside = self.output and one_file and self.output.is_dir()
-        return self.output / name if inside else self.output or Path(name)
+        return destination(self.output, name)

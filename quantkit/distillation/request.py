@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from quantkit.distillation.options import DistillOptions
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
+from quantkit.errors import UNSUPPORTED, require
 from quantkit.models.files import gguf_shards, headers, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.gguf_shards import base_name
@@ -29,7 +29,7 @@ class Request(JobFlags):
     def destination(self) -> Path:
         """Return --output; by default NAME-distilled in the current folder."""
         suffix = ".gguf" if self.student.endswith(".gguf") else ""
-        return self.output or Path(f"{base_name(self.student)}-distilled{suffix}")
+        return gguf_shards.destination(self.output, f"{base_name(self.student)}-distilled{suffix}")
 
 
 def stage(request: Request, source: Checkpoint, progress: Progress, dry_run: bool) -> tuple[Staging, dict]:
@@ -41,8 +41,6 @@ def stage(request: Request, source: Checkpoint, progress: Progress, dry_run: boo
     require(whole == source.folder, f"distill writes no shards: {request.student}", hint, UNSUPPORTED)
     staging = Staging(request.destination, one_file=source.folder.is_file())
     may_replace.check_source(staging.output, source.folder, "student")
-    if staging.one_file and staging.output.is_dir():
-        raise QuantkitError(f"{staging.output} is a folder, not a GGUF file", "choose another -o", USAGE)
     if not dry_run:
         staging.check(request.resume, request.overwrite)
     staged = staging.stored_fingerprint() if request.resume else None

@@ -40,7 +40,7 @@ from quantkit.layouts.gptq import SPLIT, GptqLayout
 from quantkit.layouts.mlx import MlxLayout
 from quantkit.models.files import card, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.gguf_shards import base_name
+from quantkit.models.files.gguf_shards import base_name, destination
 from quantkit.models.files.headers import open_contents
 from quantkit.models.files.open import open_checkpoint, watched
 from quantkit.models.gguf.checkpoint import GgmlTensor
@@ -74,7 +74,7 @@ def convert(source: str, to: str, output: Path | None, overwrite: bool, progress
     QuantkitError naming every linear that the layout cannot hold exactly.
     """
     to = one_of(to.lower(), TO, f"--to {to}: no such layout")
-    output = output or Path(f"{base_name(source)}-{f'{FILES[to]}.gguf' if to in FILES else to}")
+    output = destination(output, f"{base_name(source)}-{f'{FILES[to]}.gguf' if to in FILES else to}")
     checkpoint = open_checkpoint(source)
     config = quantization_of(checkpoint.raw_config)
     stored, form = config.get("quant_method"), config.get("checkpoint_format") or config.get("format")

@@ -26,6 +26,13 @@ def base_name(source: str) -> str:
     return whole(path).name.removesuffix(".gguf") or "model"
 
 
+def destination(output: Path | None, name: str) -> Path:
+    """Return the path of an output whose default name is `name`. output: as typed; for a GGUF file, a path
+    with another ending is a folder."""
+    is_folder = output and name.endswith(".gguf") and (output.suffix != ".gguf" or output.is_dir())
+    return output / name if is_folder else output or Path(name)
+
+
 def of(path: Path) -> list[Path]:
     """Return the paths of all shards of the file to which a path, by its name, belongs."""
     match = NAME.fullmatch(path.name)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all, require
 from quantkit.layouts.ggml import GgmlLayout
+from quantkit.models.files import gguf_shards
 from quantkit.models.gguf import file_types, mixtures
 from quantkit.models.gguf.mixtures import EMBEDDING, Choice
 from quantkit.options import flag_of, option
@@ -126,14 +127,13 @@ class Gguf(Method):
         return super().record() | {"like": types and hashlib.sha256(types.encode()).hexdigest()}
 
     def each(self, output: Path | None, model: str) -> list[tuple[Gguf, Path | None]]:
-        """Return method and output path of every requested file. `output` is a folder if it exists as one or
-        if several files are requested; names inside are derived as without `output`."""
+        """Return method and output path of every requested file. `output` is a folder unless it ends in
+        .gguf; names inside are derived as without `output`."""
         types = list(dict.fromkeys(file_types.parse_file_type(name) for name in self.options.type))
         what = f"--output {output} is one file, {len(types)} are requested"
         require(len(types) < 2 or not output or output.suffix != ".gguf", what, "give a folder", USAGE)
-        inside = output and (len(types) > 1 or output.is_dir())
         files = [replace(self, options=replace(self.options, type=(name,))) for name in types]
-        return [(file, output / f"{model}-{file.suffix}" if inside else output) for file in files]
+        return [(file, gguf_shards.destination(output, f"{model}-{file.suffix}")) for file in files]
 
     def overridden(self, in_features: int, override: Override) -> Width:
         """Raise QuantkitError: types are chosen by other options."""
