@@ -109,6 +109,12 @@ def test_examples_in_the_help_can_be_pasted_into_a_shell():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("name", ["recipes", "recipes init", "report"])
+def test_a_flag_without_value_has_no_type_in_the_help(quantkit, name):
+    out = quantkit(*name.split(), "--help").out
+    assert re.search(r"--help\s+-h\s+Show this message", out) and "<bool>" not in out
+
+
 def test_help_shows_common_options_and_help_all_the_rest(quantkit):
     short, whole = quantkit("gptq", "--help").out, quantkit("gptq", "--help-all").out
     for shown in ("--bits", "--output", "--solver", "--head", "--push", "--max-memory", "--help-all"):

@@ -130,7 +130,11 @@ class Command(_WithoutBool, TyperCommand):
         return super().invoke(ctx)
 
 
-class Root(_WithoutBool, TyperGroup):
+class Group(_WithoutBool, TyperGroup):
+    """A group of commands, such as `quantkit recipes`."""
+
+
+class Root(Group):
     """The root command: lists commands in panels by name and summary, and imports only the one called."""
 
     def __init__(self, **attributes: Any) -> None:

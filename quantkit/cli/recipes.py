@@ -14,13 +14,13 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from quantkit.cli import flags, streams
+from quantkit.cli import commands, flags, streams
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.quantize import methods
 from quantkit.quantize.prepare import recipe
 from quantkit.tables import make_table, print_table, print_written
 
-app = typer.Typer(add_completion=False, no_args_is_help=True)
+app = typer.Typer(cls=commands.Group, add_completion=False, no_args_is_help=True)
 
 
 @app.command("list", epilog="Examples:\n\n  quantkit recipes list --json")
