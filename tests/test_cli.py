@@ -495,6 +495,11 @@ def test_a_recipe_makes_what_the_flags_make(make, model, small, mine, tmp_path):
         ("run gptq-w4 model --set quant.bitz=3", 2, ["quant.bitz", "did you mean quant.bits?"]),
         ("run gptq-w4 model --set quant.bits=9", 2, ["--bits 9", "2 to 8"]),
         ("run gptq-w4 nowhere", 3, ["nowhere"]),
+        (
+            "recipes init auto",
+            2,
+            ["auto takes no recipe\nhint: it writes a recipe: quantkit auto MODEL --bpw 4"],
+        ),
         ("recipes init gptqq", 2, ["gptqq", "did you mean gptq?"]),
         ("recipes init gptq -o nowhere/mine.yaml", 1, ["nowhere/mine.yaml", "--output"]),
     ],

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from quantkit.cli import commands, flags, streams
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.quantize import methods
 from quantkit.quantize.prepare import recipe
 from quantkit.tables import make_table, print_table, print_written
@@ -55,6 +55,8 @@ def init_command(
     **values: Any,
 ) -> None:
     """Write a recipe with every option of a method, its default and its help."""
+    hint = "it writes a recipe: quantkit auto MODEL --bpw 4 --recipe-out FILE"
+    require(method != "auto", "auto takes no recipe", hint, USAGE)
     text, path = recipe.template(method), values["output"] or Path(f"{method}.yaml")
     try:
         with path.open("x", encoding="utf-8") as file:
