@@ -164,7 +164,7 @@ def test_the_name_of_the_folder_one_stands_in(make, model, small, monkeypatch):
 
 def test_a_folder_is_not_named_like_a_gguf_file(refuse, model):
     error, hint = refuse(2, "nf4", model, "-o", "out.gguf")
-    assert error == "--output out.gguf is the name of a GGUF file, but nf4 writes a folder"
+    assert error == "-o out.gguf is the name of a GGUF file, but nf4 writes a folder"
     assert "quantkit gguf" in hint
 
 
@@ -501,7 +501,7 @@ def test_a_recipe_makes_what_the_flags_make(make, model, small, mine, tmp_path):
             ["auto takes no recipe\nhint: it writes a recipe: quantkit auto MODEL --bpw 4"],
         ),
         ("recipes init gptqq", 2, ["gptqq", "did you mean gptq?"]),
-        ("recipes init gptq -o nowhere/mine.yaml", 1, ["nowhere/mine.yaml", "--output"]),
+        ("recipes init gptq -o nowhere/mine.yaml", 1, ["nowhere/mine.yaml", "another -o"]),
     ],
 )
 def test_recipe_commands_say_no(quantkit, tmp_path, arguments, code, words):
@@ -656,7 +656,7 @@ def test_an_existing_output_stays_unless_overwritten(refuse, make, model, tmp_pa
     error, hint = refuse(2, "nf4", model, "-o", out)
     assert str(out) in error and "--overwrite" in hint
     error, hint = refuse(2, "nf4", model, "-o", out, "--overwrite")
-    assert "contains other files, precious: it would be lost" in error and "--output" in hint
+    assert "contains other files, precious: it would be lost" in error and "another -o" in hint
     assert jobs.contents(out) == {"precious": b"data"}
     (out / "config.json").write_text("{}")  # an old checkpoint, but not that alone
     refuse(2, "nf4", model, "-o", out, "--overwrite")
@@ -673,7 +673,7 @@ def test_the_source_is_never_the_output(refuse, model, small, tmp_path, output):
     """Replacing it, or a folder around it, would delete what the job read."""
     before = jobs.contents(tmp_path)
     error, hint = refuse(2, "gptq", "tiny", *small, "-o", output.format(tmp_path.name), "--overwrite")
-    assert output.format(tmp_path.name) in error and "--output" in hint
+    assert output.format(tmp_path.name) in error and "another -o" in hint
     assert jobs.contents(tmp_path) == before
 
 
@@ -766,7 +766,7 @@ def test_a_disk_that_is_too_small(refuse, make, model, small, tmp_path, monkeypa
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, need - 1))
     error, hint = refuse(5, "gptq", model, *small)
-    assert "of disk" in error and "--output" in hint
+    assert "of disk" in error and "another -o" in hint
     assert not list(tmp_path.glob("tiny-*"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, need))
     make("gptq", model, *small)
@@ -870,7 +870,7 @@ def test_a_finished_job_has_nothing_to_resume(quantkit, refuse, model, tmp_path)
     ):
         error, hint = refuse(2, *asked, *other, "--resume")
         assert error == f"out is the finished output of another job; different: {different}"
-        assert hint == "choose another --output, or replace out with --overwrite"
+        assert hint == "choose another -o, or replace out with --overwrite"
     refuse(2, *asked)
     (tmp_path / "things").mkdir()
     assert refuse(2, "nf4", model, "-o", "things", "--resume")[0] == "things exists"
@@ -956,7 +956,7 @@ def test_files_that_exist_are_all_named_and_the_others_made_by_resume(
         error, hint = refuse(2, *asked)
     assert error == f"{names[1]}, {names[2]} exist"
     assert hint == (
-        "choose another --output, or replace them with --overwrite; --resume makes only those that are left"
+        "choose another -o, or replace them with --overwrite; --resume makes only those that are left"
     )
     planned = quantkit(*asked, "--dry-run", "-q").out
     assert planned.count("refused") == 2 and f"{names[1]} exists" in " ".join(planned.split())
@@ -978,7 +978,7 @@ def test_a_plan_says_what_becomes_of_an_output_that_exists(quantkit, model):
     assert not re.search("^(refused|replaces)", quantkit(*asked, "--dry-run", "-q").out, re.MULTILINE)
     assert quantkit(*asked, "-q").code == 0
     planned = quantkit(*asked, "--dry-run", "-q")
-    line = "refused out exists: choose another --output, or replace it with --overwrite "
+    line = "refused out exists: choose another -o, or replace it with --overwrite "
     assert planned.code == 0 and " ".join(planned.out.split()).startswith(line)
     refused = json.loads(quantkit(*asked, "--dry-run", "--json", "-q").out)["refused"]
     assert refused["message"] == "out exists"

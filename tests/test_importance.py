@@ -169,9 +169,7 @@ def test_what_exists_stays_unless_overwritten(quantkit, refuse, tiny_model, smal
     path.write_bytes(b"GGUF precious")
     assert "--overwrite" in refuse(2, "imatrix", "tiny", *small, "-o", path)[1]
     planned = quantkit("imatrix", "tiny", *small, "-o", path, "--dry-run")
-    assert planned.code == 0 and planned.out.startswith(
-        f"refused      {path} exists: choose another --output"
-    )
+    assert planned.code == 0 and planned.out.startswith(f"refused      {path} exists: choose another -o")
     assert path.read_bytes() == b"GGUF precious"
     assert quantkit("imatrix", "tiny", *small, "-o", path, "-q", "--overwrite")[0] == 0
     assert len(imatrix.read(path).sums) == 21

@@ -18,7 +18,7 @@ OURS = '{"quantkit": "1", "source_sha256": "' + "ab" * 32 + '"}'
 def refusal(output, one_file=False, overwrite=True) -> str:
     with pytest.raises(QuantkitError) as refused:
         may_replace.check(output, one_file, overwrite)
-    assert refused.value.exit_code == USAGE and "choose another --output" in refused.value.hint
+    assert refused.value.exit_code == USAGE and "choose another -o" in refused.value.hint
     return refused.value.message
 
 

@@ -112,7 +112,7 @@ def _open(auto: Auto, progress: Progress) -> Sensitivities | None:
     folder, request = auto.folder, auto.request
     names = {TABLE, USUAL, SEARCHED, UNIFORM, GGUF}
     if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= names):
-        hint = "move the folder away, or choose another --output"
+        hint = "move the folder away, or choose another -o"
         raise QuantkitError(f"{folder} is not an unfinished search", hint, USAGE)
     if folder.exists() and any(folder.iterdir()) and not (request.resume or request.overwrite):
         hint = "continue with --resume, or start again with --overwrite"

@@ -62,8 +62,8 @@ def init_command(
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise QuantkitError(f"{path} exists", "choose another file with --output", USAGE) from error
+        raise QuantkitError(f"{path} exists", "choose another file with -o", USAGE) from error
     except OSError as error:
-        raise QuantkitError(f"{path} cannot be written: {error.strerror}", "change --output") from error
+        raise QuantkitError(f"{path} cannot be written: {error.strerror}", "choose another -o") from error
     print_written([path])
     print(f"\nnext: quantkit run {quote(str(path))} MODEL --dry-run")

@@ -130,7 +130,7 @@ class Gguf(Method):
         """Return method and output path of every requested file. `output` is a folder unless it ends in
         .gguf; names inside are derived as without `output`."""
         types = list(dict.fromkeys(file_types.parse_file_type(name) for name in self.options.type))
-        what = f"--output {output} is one file, {len(types)} are requested"
+        what = f"-o {output} is one file, {len(types)} are requested"
         require(len(types) < 2 or not output or output.suffix != ".gguf", what, "give a folder", USAGE)
         files = [replace(self, options=replace(self.options, type=(name,))) for name in types]
         return [(file, gguf_shards.destination(output, f"{model}-{file.suffix}")) for file in files]

@@ -35,7 +35,7 @@ def check(request: Request) -> bool:
     if different:
         output = request.destination
         what = f"{output} is the finished output of another job; different: {name_all(different)}"
-        raise QuantkitError(what, f"choose another --output, or replace {output} with --overwrite", USAGE)
+        raise QuantkitError(what, f"choose another -o, or replace {output} with --overwrite", USAGE)
     return different is not None
 
 

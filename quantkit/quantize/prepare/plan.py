@@ -133,7 +133,7 @@ def check_disk(folder: Path, need: int) -> None:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     what = f"{folder} needs about {size(need)} of disk, {size(free)} are free"
-    require(need <= free, what, "free some space or choose another --output", RESOURCES)
+    require(need <= free, what, "free some space or choose another -o", RESOURCES)
 
 
 @dataclass(frozen=True)

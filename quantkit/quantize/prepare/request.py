@@ -65,10 +65,10 @@ class Request(JobFlags):
         output, one_file = self.destination, self.method.suffix.endswith(".gguf")
         sharded = self.run.max_shard_gb and output.suffix != ".gguf"
         odd = one_file and (gguf_shards.whole(output) != output or sharded)
-        what = f"--output {output} is the name of a GGUF file, but {self.method.name} writes a folder"
+        what = f"-o {output} is the name of a GGUF file, but {self.method.name} writes a folder"
         hint = "leave out .gguf, or write a GGUF file with quantkit gguf"
         require(one_file or output.suffix != ".gguf", what, hint, USAGE)
-        require(not odd, f"--output {output} is no name for shards", "give one such as model.gguf", USAGE)
+        require(not odd, f"-o {output} is no name for shards", "give one such as model.gguf", USAGE)
         return Staging(output, one_file, follows=distributed.rank() > 0)
 
     def open(self) -> Checkpoint:

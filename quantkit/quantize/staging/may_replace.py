@@ -41,7 +41,7 @@ STAGED = (  # by jobs and by safetensors (.tmp), in their staging folder
 )
 MAGIC = b"GGUF"
 LONGEST_ENDING = ".partial.tmp"  # that is added to a name
-ELSEWHERE = "choose another --output"
+ELSEWHERE = "choose another -o"
 ORIGINAL = "holds an unquantized model that quantkit did not write"
 FLOATS = {"F32", "F16", "BF16"}
 
