@@ -262,10 +262,13 @@ def test_another_tokenizer_is_said_and_not_compared(tiny_model, demo_model, quan
     assert done.code == 0 and done.out.endswith("llama: not compared: another tokenizer\n")
 
 
-def test_more_than_the_context_is_a_warning(tiny_model, quantkit):
+def test_more_than_the_context_is_refused(tiny_model, refuse):
     folder = tiny_model("llama", tokenizer="bos", max_position_embeddings=16)
-    done = quantkit("generate", folder, "-p", "Kobu", "-n", 15, "-q")
-    assert done.code == 0 and "was made for 16 tokens; prompt and -n make" in done.err
+    asked = "generate", folder, "-p"
+    error, hint = refuse(2, *asked, "Kobu", "-n", 100_000)
+    prompt = int(error.removeprefix(f"{folder} was made for 16 tokens; prompt and -n make ")) - 100_000
+    assert prompt > 1 and hint == f"choose at most -n {16 - prompt}"
+    assert refuse(2, *asked, "Kobu " * 16, "-n", 1)[1] == "give a shorter prompt"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ whole decoded model and its KV cache are in memory, unlike in `quantkit eval`.
 """
 
 import gc
+import math
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -64,15 +65,18 @@ def comparable(checkpoints: Sequence[Checkpoint]) -> list[bool]:
 def warnings(
     checkpoints: Sequence[Checkpoint], same_tokens: Sequence[bool], settings: GenerateSettings
 ) -> list[str]:
-    """Return warnings: context too short, or other tokenizer. same_tokens: result of `comparable`."""
-    texts = []
-    for checkpoint, same in zip(checkpoints, same_tokens, strict=True):
-        length, context = encode(checkpoint, settings).shape[1] + settings.tokens, checkpoint.context
-        if context is not None and length > context:
-            texts.append(f"{checkpoint.source} was made for {context} tokens; prompt and -n make {length}")
-        if not same:
-            texts.append(f"{checkpoint.source} has another tokenizer: its text is not compared")
-    return texts
+    """Return warnings about other tokenizers. same_tokens: result of `comparable`. Raises QuantkitError (exit
+    code 2) if prompt and new tokens exceed the context of a model."""
+    for checkpoint in checkpoints:
+        prompt, context = encode(checkpoint, settings).shape[1], checkpoint.context or math.inf
+        length, room = prompt + settings.tokens, context - prompt
+        what = f"{checkpoint.source} was made for {context} tokens; prompt and -n make {length}"
+        hint = f"choose at most -n {room}" if room > 0 else "give a shorter prompt"
+        require(length <= context, what, hint, USAGE)
+    others = [
+        checkpoint.source for checkpoint, same in zip(checkpoints, same_tokens, strict=True) if not same
+    ]
+    return [f"{source} has another tokenizer: its text is not compared" for source in others]
 
 
 def continue_prompt(
