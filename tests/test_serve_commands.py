@@ -3,13 +3,14 @@
 import shlex
 import socket
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
-from quantkit.serving.engines import llama_server
+from quantkit.serving.engines import llama_server, llamacpp
 from quantkit.serving.server import command as commands
 from quantkit.serving.server.command import SERVERS, ServerCommand
 from quantkit.serving.server.settings import ServeSettings, free_port
@@ -117,15 +118,30 @@ def test_vllm_on_a_cpu_and_on_a_gpu(monkeypatch, tmp_path):
         ("mlx", {"dtype": "float32"}, "computes in the type of the model"),
         ("transformers", {"kv_dtype": "fp8"}, "in the precision of the model"),
         ("transformers", {"model": "/models/a@b"}, "takes what follows @"),
-        ("llama.cpp", {"kv_dtype": "fp8"}, "keeps no cache in fp8"),
+        ("llama.cpp", {"kv_dtype": "fp8"}, "--kv-dtype fp8: llama.cpp has no such cache"),
         ("llama.cpp", {"dtype": "float16"}, "computes in the types of the file"),
-        ("vllm", {"kv_dtype": "q4_0"}, "keeps no cache in q4_0"),
+        ("vllm", {"kv_dtype": "q4_0"}, "--kv-dtype q4_0: vLLM has no such cache"),
     ],
 )
 def test_what_an_engine_has_no_flag_for(engine, settings, said):
     with pytest.raises(QuantkitError) as refused:
         command(engine, **settings)
     assert said in refused.value.message and refused.value.exit_code == UNSUPPORTED and refused.value.hint
+
+
+def test_a_cache_that_llama_cpp_does_not_have_is_refused_in_one_wording():
+    """By `serve`, and by `chat` and `bench`, which run it in their process."""
+    for refused in (
+        lambda: command("llama.cpp", kv_dtype="int8"),
+        lambda: llamacpp.parameters(Path("m.gguf"), 32, 1, kv_dtype="int8"),
+    ):
+        with pytest.raises(QuantkitError) as caught:
+            refused()
+        assert caught.value.record()["error"] == {
+            "message": "--kv-dtype int8: llama.cpp has no such cache",
+            "hint": "choose one of float32, bfloat16, float16, q8_0, q4_0",
+            "exit_code": UNSUPPORTED,
+        }
 
 
 @pytest.mark.parametrize("engine", ["vllm", "llama.cpp"])

@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-from quantkit.errors import one_of
+from quantkit.errors import UNSUPPORTED, one_of, require
 from quantkit.options import DTYPES
 
 GROUP = 64  # values of transformers' quantized cache that share a scale and a shift of 16 bit each
@@ -47,6 +47,15 @@ def named(text: str, by: Callable[[KvType], Any] = bool) -> str:
     listed = [other for other, kind in TYPES.items() if by(kind)]
     what = f"no precision of a key/value cache is called {text!r}"
     return name if name in TYPES else one_of(name, listed, what, ALIASES)
+
+
+def in_engine(engine: str, name: str) -> str:
+    """Return the name by which `llama.cpp` or `vLLM` calls a precision. Raises QuantkitError (exit code 4) if
+    it does not have the precision."""
+    names = {other: getattr(kind, engine.lower().replace(".", "")) for other, kind in TYPES.items()}
+    hint = f"choose one of {', '.join(other for other in names if names[other])}"
+    require(names[name], f"--kv-dtype {name}: {engine} has no such cache", hint, UNSUPPORTED)
+    return names[name]
 
 
 in_llamacpp = partial(named, by=lambda kind: kind.llamacpp)

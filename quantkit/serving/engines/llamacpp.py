@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, one_of
+from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models import kv_types
 from quantkit.models.files import gguf_file
 from quantkit.models.gguf.tokenizer import special_tokens
@@ -22,7 +22,6 @@ PACKAGE = "xllamacpp"
 OWN_TEMPLATE = "chatml"  # a built-in template: llama.cpp would render the file's own without limits
 SILENT = -1  # verbosity without logs; errors are returned as answers
 TOO_LONG = "exceed_context_size_error"
-KV_TYPES = {name: kind.llamacpp.upper() for name, kind in kv_types.TYPES.items() if kind.llamacpp}
 
 
 def version() -> str:
@@ -35,16 +34,16 @@ def parameters(
 ) -> Any:
     """Return llama.cpp's settings for a file: `context` tokens for each of `slots` sequences.
 
-    kv_dtype: a name of `KV_TYPES`. device: `cpu`; any other type puts
-    all layers on the accelerator. Raises QuantkitError for an unknown KV type (exit code 2).
+    kv_dtype: a name of `kv_types.TYPES`. device: `cpu`; any other type puts all layers on the accelerator.
+    Raises QuantkitError for a type that llama.cpp does not have (exit code 4).
     """
-    one_of(kv_dtype, KV_TYPES, f"llama.cpp has no KV cache of {kv_dtype}")
+    kind = kv_types.in_engine("llama.cpp", kv_dtype).upper()
     wheel = import_module(PACKAGE)
     params = wheel.CommonParams()
     params.model.path = str(path)
     params.n_ctx, params.n_parallel, params.kv_unified = context * slots, slots, False
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-    params.cache_type_k = params.cache_type_v = getattr(wheel.ggml_type, f"GGML_TYPE_{KV_TYPES[kv_dtype]}")
+    params.cache_type_k = params.cache_type_v = getattr(wheel.ggml_type, f"GGML_TYPE_{kind}")
     params.n_gpu_layers = 0 if device == "cpu" else -1
     params.chat_template = OWN_TEMPLATE
     params.verbosity, params.ui, params.fit_params = SILENT, False, False

@@ -62,7 +62,7 @@ def vllm(model: str, name: str, settings: ServeSettings, size: ServerSize) -> Se
     argv += ["--max-model-len", str(size.ctx), "--max-num-seqs", str(size.parallel)]
     argv += ["--dtype", settings.dtype] if settings.dtype != "auto" else []
     if settings.kv_dtype:
-        argv += ["--kv-cache-dtype", _cache_type("vLLM", settings.kv_dtype)]
+        argv += ["--kv-cache-dtype", kv_types.in_engine("vLLM", settings.kv_dtype)]
     argv += ["--trust-remote-code"] * settings.trust_remote_code
     env = {"VLLM_NO_USAGE_STATS": "1"}
     if size.on_cpu:
@@ -84,7 +84,7 @@ def llamacpp(model: str, name: str, settings: ServeSettings, size: ServerSize) -
     argv += ["--model", model, "--alias", name, "--host", settings.host, "--port", str(settings.port)]
     argv += ["--ctx-size", str(size.ctx * size.parallel), "--parallel", str(size.parallel)]
     if settings.kv_dtype:
-        kind = _cache_type("llama.cpp", settings.kv_dtype)
+        kind = kv_types.in_engine("llama.cpp", settings.kv_dtype)
         argv += ["--cache-type-k", kind, "--cache-type-v", kind]
     argv += ["--n-gpu-layers", "0"] if settings.device == "cpu" else []
     secret = ("LLAMA_API_KEY", settings.api_key) if settings.api_key else None
@@ -139,15 +139,6 @@ def _visible(settings: ServeSettings) -> dict[str, str]:
     """Return the environment variable that limits the engine to the device of --device."""
     index = settings.device.partition(":")[2]
     return {"CUDA_VISIBLE_DEVICES": index} if index else {}
-
-
-def _cache_type(engine: str, precision: str) -> str:
-    """Return the engine's name for a precision of the KV cache. Raises QuantkitError (exit code 4)."""
-    names = {name: getattr(kind, engine.lower().replace(".", "")) for name, kind in kv_types.TYPES.items()}
-    supported = ", ".join(name for name, engine_name in names.items() if engine_name)
-    what = f"{engine} keeps no cache in {precision}"
-    require(names[precision], what, f"--kv-dtype: one of {supported}", UNSUPPORTED)
-    return names[precision]
 
 
 # by engine: function (path, name in requests, settings, size) -> `ServerCommand`; the default number of
