@@ -181,6 +181,17 @@ def test_what_exists_stays_unless_overwritten(quantkit, refuse, tiny_model, smal
         assert said in refuse(2, "imatrix", "tiny", *small, "-o", output)[0]
 
 
+def test_the_card_of_a_replaced_model_goes_unless_it_is_of_others(quantkit, tiny_model, small, tmp_path):
+    tiny_model("llama", name="tiny", tokenizer=True)
+    asked = ("gguf", "tiny", "-t", "Q8_0", "--solver", "rtn", "--imatrix", "none", "-o", "out.gguf", "-q")
+    assert quantkit(*asked).code == 0 and (tmp_path / "out.gguf.md").is_file()
+    assert quantkit("imatrix", "tiny", *small, "-o", "out.gguf", "-q", "--overwrite").code == 0
+    assert not (tmp_path / "out.gguf.md").exists()
+    (tmp_path / "out.gguf.md").write_text("precious")
+    assert quantkit("imatrix", "tiny", *small, "-o", "out.gguf", "-q", "--overwrite").code == 0
+    assert (tmp_path / "out.gguf.md").read_text() == "precious"
+
+
 def test_models_that_have_none(quantkit, refuse, tiny_model, small, tmp_path):
     tiny_model("llama", name="tiny", tokenizer=True, hidden_size=128)
     quantkit("gptq", "tiny", *small, "--solver", "rtn", "--group-size", 32, "-o", "packed", "-q")

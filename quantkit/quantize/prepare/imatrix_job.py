@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, refusal, require
+from quantkit.models.files import card
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.gguf_shards import base_name
 from quantkit.models.files.open import watched
@@ -123,3 +124,5 @@ def _write(job: ImatrixJob, gathered: Importance, timings: Timings) -> None:
     with disk_errors(folder, "run the same command again"), timings("write"):
         folder.mkdir(parents=True, exist_ok=True)
         imatrix.write(job.output, importance.as_imatrix(gathered, job.names, job.calibration))
+        if card.is_free(path := card.path_of(job.output)):
+            path.unlink(missing_ok=True)  # the card of a model that was replaced
