@@ -62,6 +62,19 @@ def test_a_full_disk_leaves_nothing(tiny_model, tmp_path, monkeypatch):
     assert list(tmp_path.glob("own*")) == []
 
 
+def test_the_next_command_can_be_pasted_and_takes_the_original(tiny_model, quantkit, tmp_path):
+    """gptq refuses a model that is quantized already."""
+    tiny_model("llama", name="my model", tokenizer=True)
+    assert quantkit("nf4", "my model", "-o", "nf4", "-q", "--loss-tokens", 0).code == 0
+    asked = ("--samples", 2, "--seqlen", 16, "-q")
+    for model, following in (
+        ("my model", "'my model' --calibration 'my model-own.jsonl' {} -o 'my model-gptq-own'"),
+        ("nf4", "MODEL --calibration nf4-own.jsonl {} -o nf4-gptq-own"),
+    ):
+        following = following.format("--samples 2 --seqlen 16")
+        assert quantkit("sample", model, *asked).out.endswith(f"\nnext: quantkit gptq {following}\n")
+
+
 def test_only_such_text_is_replaced(tmp_path):
     own, other = tmp_path / "own.jsonl", tmp_path / "notes.py"
     own.write_text('{"text": "a"}\n')

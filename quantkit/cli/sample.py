@@ -8,6 +8,7 @@ Examples:
 
 from functools import partial
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 from quantkit.cli import flags, streams
@@ -47,6 +48,7 @@ def command(model: flags.MODEL, **values: Any) -> None:
     streams.present(record, as_json, lambda: print(text))
     print_written([output], as_json, as_json and values["quiet"])
     if not as_json:
-        shape = f"--samples {settings.samples} --seqlen {settings.seqlen}"
-        options = f"--calibration {record['output']} {shape} -o {base_name(model)}-gptq-own"
-        print(f"\nnext: quantkit gptq {model} {options}")
+        original = "MODEL" if checkpoint.quantized else model  # gptq takes the original
+        shape = "--samples", str(settings.samples), "--seqlen", str(settings.seqlen)
+        job = original, "--calibration", record["output"], *shape, "-o", f"{base_name(model)}-gptq-own"
+        print(f"\nnext: quantkit gptq {join(job)}")
