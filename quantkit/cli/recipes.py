@@ -61,9 +61,8 @@ def init_command(
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
-    except FileExistsError as error:
-        raise QuantkitError(f"{path} exists", "choose another file with -o", USAGE) from error
     except OSError as error:
-        raise QuantkitError(f"{path} cannot be written: {error.strerror}", "choose another -o") from error
+        why = "exists" if isinstance(error, FileExistsError) else f"cannot be written: {error.strerror}"
+        raise QuantkitError(f"{path} {why}", "choose another -o", USAGE) from error
     print_written([path])
     print(f"\nnext: quantkit run {quote(str(path))} MODEL --dry-run")
