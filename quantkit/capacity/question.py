@@ -16,9 +16,7 @@ from quantkit.options import MOST, check_value, flag_of, option, parse_tokens
 class Question:
     """Flags of `quantkit plan`: device, sequences and calibration."""
 
-    gpu: str | None = option(
-        None, "Device, such as a100-40g, rtx-3090, l4, m3-max or cpu. A wrong name lists all."
-    )
+    gpu: str | None = option(None, "Device, such as a100-40g, m3-max or cpu. A wrong name lists all.")
     gpus: int | None = option(
         None, "Number of such devices, counted as one large device: the best case of tensor parallelism."
     )
@@ -44,9 +42,7 @@ class Question:
     )
     samples: int = option(128, "Number of calibration sequences of a job.")
     seqlen: int = option(512, "Tokens per calibration sequence of a job.")
-    threads: int | None = option(
-        None, "CPU threads of a job on this machine. (default: OMP_NUM_THREADS, or all cores)"
-    )
+    threads: int | None = option(None, "CPU threads of a job here. (default: OMP_NUM_THREADS, or all cores)")
 
     def check(self) -> None:
         """Raise QuantkitError for values that are invalid for every model."""
@@ -56,9 +52,8 @@ class Question:
         for name in ("vram", "bandwidth", "tflops"):
             value = getattr(self, name)
             check_value(flag_of(name), value, value is None or 0 < value < 1e9, "give a positive number")
-        require(
-            not self.gpus or self.single_device, "--gpus needs a device", "add --gpu NAME, or --vram", USAGE
-        )
+        placed = not self.gpus or self.single_device
+        require(placed, "--gpus needs a device", "add --gpu NAME, or --vram", USAGE)
         _ = self.kv_bytes, self.device
 
     @property

@@ -17,10 +17,7 @@ from quantkit.tables import megabytes, print_facts
 
 @flags.command(
     shared=("output", "overwrite", "as_json", "quiet"),
-    helps={
-        "output": "Folder or file. (default: MODEL-LAYOUT in the current folder)",
-        "overwrite": "Replace the output if it exists.",
-    },
+    helps={"output": "Folder or GGUF file. (default: MODEL-LAYOUT in the current folder)"},
 )
 def command(
     model: flags.argument("Checkpoint folder of 2 to 8 bit integers."),

@@ -40,9 +40,8 @@ def print_record(record: dict) -> None:
     console.print(table)
     if record["improved"]:
         share = 1 - record["after"] / record["before"]
-        console.print(
-            f"divergence from the teacher: {record['before']:.5f} → {record['after']:.5f} (-{share:.1%})"
-        )
+        change = f"{record['before']:.5f} → {record['after']:.5f} (-{share:.1%})"
+        console.print(f"divergence from the teacher: {change}")
     else:
         console.print("nothing was better than the student as it is: its tensors were copied unchanged")
     if "eval" in record:

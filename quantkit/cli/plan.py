@@ -22,9 +22,7 @@ PANELS = {
 
 @flags.command(*flags.by_panel(PANELS, Question), shared=("revision", "offline", "as_json", "quiet"))
 def command(
-    model: flags.argument(
-        "Folder, GGUF file, config.json or hub id; no weights are loaded.", str | None
-    ) = None,
+    model: flags.argument("Folder, GGUF file, config.json or hub id.", str | None) = None,
     params: flags.flag(
         "Number of parameters, instead of a model: 175B, 1.5e9, or 30B-A3B if 3B of them are active.",
         metavar="COUNT",

@@ -13,20 +13,10 @@ from quantkit.errors import USAGE, QuantkitError
 from quantkit.quantize.staging import may_replace
 
 
-@flags.command(
-    shared=("overwrite", "quiet"),
-    helps={
-        "overwrite": "Replace an existing page and its plots.",
-        "quiet": "Do not print the names of the files.",
-    },
-)
+@flags.command(shared=("overwrite", "quiet"), helps={"overwrite": "Replace an existing page and its plots."})
 def command(
-    results: flags.argument(
-        "Results of quantkit eval --json, all with the same text, options and first model.", list[Path]
-    ),
-    output: flags.flag("HTML page to write: one file, without scripts.", Path, "--output", "-o") = Path(
-        "report.html"
-    ),
+    results: flags.argument("Results of quantkit eval --json: same text, same first model.", list[Path]),
+    output: flags.flag("HTML page to write.", Path, "--output", "-o") = Path("report.html"),
     png: flags.flag("Write the plots next to the page.", bool, "--png") = False,
     **values: Any,
 ) -> None:

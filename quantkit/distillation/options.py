@@ -11,18 +11,10 @@ from quantkit.options import check_value, flag_of, option
 class DistillOptions:
     """Options of `quantkit distill`."""
 
-    epochs: int = option(
-        2, "Passes over the training text in the second stage (end to end); 0 skips the stage."
-    )
-    block_epochs: int = option(
-        1, "Passes over the training text in the first stage (block by block); 0 skips the stage."
-    )
-    lr: float = option(
-        0.002, "Peak learning rate of the second stage, relative to the size of the trained values."
-    )
-    block_lr: float = option(
-        0.002, "Peak learning rate of the first stage, relative to the size of the trained values."
-    )
+    epochs: int = option(2, "Passes over the text in the second stage (end to end); 0: none.")
+    block_epochs: int = option(1, "Passes over the text in the first stage (block by block); 0: none.")
+    lr: float = option(0.002, "Peak learning rate of the second stage, relative to the trained values.")
+    block_lr: float = option(0.002, "Peak learning rate of the first stage, relative to the trained values.")
     temperature: float = option(
         1.0, "Temperature of the loss of the second stage: above 1, unlikely tokens count for more."
     )

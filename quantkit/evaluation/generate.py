@@ -31,8 +31,6 @@ from quantkit.text.chat import ChatTemplate, Conversation
 
 SCHEMA = "quantkit.generate/1"
 BROKEN = "\ufffd"  # text of tokens that end inside a character
-
-
 Stream = Callable[[str], None]
 Continuation = dict[str, Any]  # as JSON, see `continue_prompt`
 
