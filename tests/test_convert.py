@@ -198,7 +198,7 @@ def test_llama_cpp_computes_what_was_converted(made, tmp_path):
 def test_what_would_change_is_refused_by_name(made, tmp_path):
     def refused(source, to):
         with pytest.raises(QuantkitError) as found:
-            convert(str(source), to, tmp_path / "no", False, SILENT)
+            convert(str(source), to, tmp_path / ("no.gguf" if to[0] == "q" else "no"), False, SILENT)
         assert not list(tmp_path.iterdir())
         return str(found.value)
 
@@ -218,6 +218,9 @@ def test_what_would_change_is_refused_by_name(made, tmp_path):
     inputs = made("gptq", **OPTIONS | {"head": 0, "layout": "compressed-tensors", "activations": "fp8"})
     assert "also rounds the inputs" in refused(inputs, "compressed-tensors")
     assert "is not quantized" in refused(made.source, "gptq")
+    with pytest.raises(QuantkitError) as found:
+        convert(str(made.source), "awq", tmp_path / "no", False, SILENT)
+    assert found.value.hint == f"compress it first: quantkit gptq {made.source}"
     assert "--to gguf: no such layout" in refused(mixed, "gguf")
     assert refused(mixed, "gptq") == f"{mixed} is in the layout gptq already"
     packed = made("gptq", **OPTIONS | {"head": 0, "layout": "compressed-tensors"})

@@ -79,9 +79,10 @@ def convert(source: str, to: str, output: Path | None, overwrite: bool, progress
     config = quantization_of(checkpoint.raw_config)
     stored, form = config.get("quant_method"), config.get("checkpoint_format") or config.get("format")
     kind = "a GGUF file" if checkpoint.folder.is_file() else f"in the layout {stored}"
-    what = f"{source} is {kind}" if checkpoint.quantized else f"{source} is not quantized"
-    readable = stored in FROM and checkpoint.folder.is_dir()
-    require(readable, what, f"convert reads folders in the layouts {', '.join(FROM)}", UNSUPPORTED)
+    what, hint = f"{source} is {kind}", f"convert reads folders in the layouts {', '.join(FROM)}"
+    if not checkpoint.quantized:
+        what, hint = f"{source} is not quantized", f"compress it first: quantkit gptq {source}"
+    require(stored in FROM and checkpoint.folder.is_dir(), what, hint, UNSUPPORTED)
     what = f"{source} also rounds the inputs of linears, which convert does not keep"
     require(not checkpoint.layout.rounds_inputs, what, ANEW, UNSUPPORTED)
     what = f"{source} is in the layout {to} already"
