@@ -378,8 +378,9 @@ def test_all_shards_are_one_output(made, source, quantkit, refuse, monkeypatch):
 
     done = quantkit("gguf", named("m", 3)[2], *job[2:], "--allow-requantize", "--overwrite", "-q")
     assert done.code == 2 and "error: m.gguf holds the source\n" in done.err
-    for name in (named("x", 3)[0], "x"):
-        assert refuse(2, *job[:-1], name)[0] == f"-o {name} is no name for shards"
+    name = named("x", 3)[0]
+    assert refuse(2, *job[:-1], name)[0] == f"-o {name} is no name for shards"
+    assert f"output       x/{source.name}-Q8_0-00001-of-" in quantkit(*job[:-1], "x", "--dry-run").out
 
 
 def test_shards_of_an_unquantized_model_of_others_are_kept(source, tmp_path):

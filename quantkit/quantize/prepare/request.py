@@ -63,8 +63,7 @@ class Request(JobFlags):
         from quantkit.quantize.staging.folder import Staging
 
         output, one_file = self.destination, self.method.suffix.endswith(".gguf")
-        sharded = self.run.max_shard_gb and output.suffix != ".gguf"
-        odd = one_file and (gguf_shards.whole(output) != output or sharded)
+        odd = one_file and gguf_shards.whole(output) != output
         what = f"-o {output} is the name of a GGUF file, but {self.method.name} writes a folder"
         hint = "leave out .gguf, or write a GGUF file with quantkit gguf"
         require(one_file or output.suffix != ".gguf", what, hint, USAGE)
