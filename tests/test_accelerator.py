@@ -83,7 +83,8 @@ def both(far, quantkit, tmp_path):
     """`both("gptq", model)` runs a command on the CPU and on the double: both output folders."""
 
     def run(*arguments, **device) -> tuple[Path, Path]:
-        ending = ".jsonl" if arguments[0] == "sample" else ""
+        ending = {"sample": ".jsonl", "gguf": ".gguf"}.get(arguments[0], "")
+        ending = ".gguf" if "made.gguf" in arguments else ending  # the student of distill
         on_cpu, on_far = (tmp_path / f"{name}{ending}" for name in ("on-cpu", "on-far"))
         options = (*arguments, "--dtype", "float32", "-q")
         done = quantkit(*options, "-o", on_cpu, "--device", "cpu")
