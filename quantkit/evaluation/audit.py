@@ -28,6 +28,7 @@ from quantkit.quantize.prepare.request import Request
 from quantkit.quantize.progress import Progress
 
 SCHEMA = "quantkit.reproduction/1"
+CANNOT = "the manifest of {} records no job that could run again"
 EXECUTION = ("dtype", "batch_size", "sequential", "threads")
 
 
@@ -65,8 +66,14 @@ def add(
     manifest = contents.manifest or {}
     stored = open_checkpoint(record["source"], trust_remote_code=trust_remote_code)
     with tempfile.TemporaryDirectory(prefix="quantkit-", ignore_cleanup_errors=True) as folder:
-        request = _request(manifest, base, Path(folder) / path.name, calibration)
-        job = prepare(replace(request, trust_remote_code=trust_remote_code), Steps(progress))
+        try:
+            request = _request(manifest, base, Path(folder) / path.name, calibration)
+            job = prepare(replace(request, trust_remote_code=trust_remote_code), Steps(progress))
+        except QuantkitError as error:
+            if error.exit_code != USAGE:
+                raise
+            what = f"{CANNOT.format(path.name)}: {error.message}"  # nobody typed its values
+            raise QuantkitError(what, "audit what quantkit wrote", UNSUPPORTED) from error
         made, text = manifest["job"], job.calibration and job.calibration.record()
         here = {"quantkit": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
         there = {name: made.get(name) for name in here} | {"machine": _machine(path, manifest)}
@@ -74,7 +81,7 @@ def add(
         problems, found = [], {"blocks": [], "linears": []}
         if job.source_sha256.result() != (manifest.get("source") or {}).get("sha256"):
             problems.append(f"{base} is not the source that the manifest names (sha256)")
-        if text and text["sha256"] != made["calibration"].get("sha256"):
+        if text and text["sha256"] != (made["calibration"] or {}).get("sha256"):
             problems.append(f"the tokens of {text['source']} are not those that the manifest names (sha256)")
         if not problems:
             found = compare(job, stored, blocks, seed, here == there, progress)
@@ -109,8 +116,7 @@ def _request(manifest: Mapping[str, Any], base: str, output: Path, calibration: 
         revision, like = (text.get("dataset") or {}).get("revision"), job["options"].get("like")
         sizes = bool(job["options"].get("group_size"))
     except (LookupError, TypeError, AttributeError) as error:
-        what = f"the manifest of {output.name} records no job that could run again"
-        raise QuantkitError(what, "audit what quantkit wrote", UNSUPPORTED) from error
+        raise QuantkitError(CANNOT.format(output.name), "audit what quantkit wrote", UNSUPPORTED) from error
     what = "the types of --like are those of a file that the manifest does not name"
     require(not like, what, "audit what was made with other options", UNSUPPORTED)
     source = str(text.get("source", "shipped"))  # of a file the bare name

@@ -1,24 +1,18 @@
 """Compares an engine's probabilities with those of quantkit's decode of the same checkpoint."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from quantkit.errors import DAMAGED, UNSUPPORTED, VERIFICATION, QuantkitError, refuse_problems, require
+from quantkit.errors import DAMAGED, VERIFICATION, QuantkitError, refuse_problems
 from quantkit.evaluation import audit, evaluate, windows
 from quantkit.evaluation.comparison.columns import number
 from quantkit.evaluation.engines import Engine
 from quantkit.evaluation.settings import EvalSettings
 from quantkit.evaluation.stream import Listener, StreamedModel
 from quantkit.inspection import verify as verification
-from quantkit.models.files import gguf_shards, headers
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.headers import MANIFEST
 from quantkit.models.files.open import open_checkpoint
-from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.outputs.folder import recipe_of
-from quantkit.quantize.prepare import linears, recipe
 from quantkit.quantize.progress import Progress
 
 TOKENS = 256  # of the sequence that `check` compares
@@ -47,33 +41,8 @@ def verify(
         opened = [open_checkpoint(path, trust_remote_code=trust_remote_code) for path in paths]
         record["engine"] = check(engine, opened, progress.evaluating)
     if reproduce is not None:
-        if record["linears"] or not record["problems"]:  # else no block is solved
-            _check_recorded(source, base, trust_remote_code)
         audit.add(record, base, blocks, seed, calibration, trust_remote_code, progress)
     return record
-
-
-def _check_recorded(source: str, base: str, trust_remote_code: bool) -> None:
-    """Raise QuantkitError (exit code 4) if the manifest holds options of a job that does not run."""
-    path = gguf_shards.first(Path(source))
-    manifest = headers.at(str(path), path).manifest or {}
-    try:
-        written = recipe_of(manifest)
-    except (LookupError, TypeError):  # no job: `audit.add` says so
-        return
-    try:
-        made, groups = recipe.parse(MANIFEST, MANIFEST, written), manifest["job"]["options"].get("group_size")
-        further = {"trust_remote_code": trust_remote_code, "open_groups": bool(groups)}  # as `audit.add`
-        request = recipe.merge(made, (), {"model": base}, **further)
-        request.method.check()
-        request.run.check()
-        skeleton = Skeleton(original := request.open(), torch.float32, torch.device("cpu"))
-        needs = linears.of_job(skeleton, linears.settled(request, original))[0].needs
-        what = f"$.job.calibration is null, but {made.method} needs a text"
-        require(manifest["job"]["calibration"] or not needs, what)
-    except QuantkitError as error:  # nobody typed them
-        what = f"the manifest of {source} records no job that could run again: {error.message}"
-        raise QuantkitError(what, "audit what quantkit wrote", UNSUPPORTED) from error
 
 
 def check(engine: Engine, checkpoints: Sequence[Checkpoint], listen: Listener) -> dict:
