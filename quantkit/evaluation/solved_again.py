@@ -44,7 +44,7 @@ from quantkit.quantize.transforms.scaling import ColumnScaling, Losses
 LINEAR_BOUND, ROW_BOUND, MOVE_BOUND = 0.05, 2.0, 4.0  # in losses of a linear solved again, and of its move
 COUPLED_BOUND = 4.0  # of a row, where a solver lets rows compensate for each other
 SCALE_BOUND = 0.01  # relative: a scaled vector in bfloat16 turns over by 1/128
-DIGIT = 0.02  # relative, of outputs: a few times a digit of a scale in bfloat16
+DIGIT = 0.02  # relative, of outputs: rounded more finely, they tell all digits of a scale in bfloat16
 NORM_NOISE = 1e-5  # relative, of the scale by which a stored norm was divided
 
 
@@ -144,16 +144,18 @@ def _scale_of(
     producer: Producer, weight: Tensor, stored: Tensor, hessian: Tensor | None
 ) -> tuple[Tensor, Tensor | float]:
     """Return the scale `[in]` by which a producer's weight was divided before it was stored, and its relative
-    uncertainty. The scale of a linear, in few digits, is the one that explains the outputs of its rows best;
-    it is as uncertain as these outputs are rounded. Where they are rounded more finely than scales, a digit
-    matters."""
+    uncertainty. The scale of a linear, in few digits, is the one that explains the outputs of its rows best.
+    It is as uncertain as these are rounded; if they are rounded finely, all digits are certain."""
     if weight.ndim == 1:
         scale, noise = (weight + float(producer.one_plus)) / (stored + float(producer.one_plus)), NORM_NOISE
     else:
         pairs = (weight, weight), (weight, stored), (stored, stored)
         own, both, other = ((a if hessian is None else a @ hessian).mul(b).sum(1) for a, b in pairs)
-        scale, noise = (own / both).bfloat16().float(), (1 - both * both / (own * other)).clamp(min=0).sqrt()
-        noise = torch.where(noise < DIGIT, noise / 4, noise)[producer.rows]  # feedback leaves a part of it
+        scale, noise = (
+            (own / both).bfloat16().float(),
+            (1 - both * both / (own * other)).clamp(min=0).nan_to_num(0).sqrt(),
+        )
+        noise = noise[producer.rows] if noise.mean() > DIGIT else 0.0
     return torch.where(scale.isfinite() & (scale > 0), scale, 1.0)[producer.rows], noise
 
 
