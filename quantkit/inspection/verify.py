@@ -131,8 +131,8 @@ def _linears(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for every linear: its error, measured again, and the error in the manifest."""
     job = manifest.get("job", {})
-    entries = {f"{row['name']}.weight": row for row in manifest.get("linears", ()) if _measure(row)}
-    if not entries:
+    rows = [row for row in manifest.get("linears", ()) if _measure(row)]
+    if not rows:
         why = "the manifest records no errors to compare with"
         if "distilled" in manifest:
             why = "distilling changed the scales that the recorded errors are of"
@@ -146,8 +146,10 @@ def _linears(
         )
     dtype = DTYPES.get(str((job.get("execution") or {}).get("dtype", job.get("dtype"))), torch.float32)
     sides = [Skeleton(made, dtype, CPU) for made in (checkpoint, base)]
-    weights = [values.by_stored_name(side) for side in sides]
-    shapes = [{name: tensor.shape for name, (_, tensor) in side.items()} for side in weights]
+    weights = [side.stored_parameters() for side in sides]
+    shapes = [{name: tensor.shape for name, tensor in side.items()} for side in weights]
+    stored = {kept: name for side in sides for name, kept in side.names.stored.items()}  # of both containers
+    entries = {stored.get(f"{row['name']}.weight", row["name"]): row for row in rows}
     lost = sorted(
         row["name"] for name, row in entries.items() if shapes[0].get(name) != shapes[1].get(name, ())
     )
@@ -158,7 +160,7 @@ def _linears(
         return
     require(not lost, what, "give the model that was quantized", UNSUPPORTED)
     for done, (name, entry) in enumerate(entries.items(), start=1):
-        decoded, weight = (side.read(*names[name]) for side, names in zip(sides, weights, strict=True))
+        decoded, weight = (side.read(name, own[name]) for side, own in zip(sides, weights, strict=True))
         kind = _measure(entry)
         error, recorded = ERRORS[kind](weight.float(), decoded), float(entry[kind])
         agrees = abs(error - recorded) <= ERROR_TOLERANCE * recorded + LEAST_ERROR
