@@ -68,6 +68,7 @@ def served(folder: Path, options: Sequence[str] = ("dtype=float32",)) -> tuple[t
     windows = Windows(torch.tensor([cases.IDS]), [0], None)
     engine = Engine.find("mlx", PYTHON, options)
     with engine.run(open_checkpoint(str(folder)), windows, torch.device("cpu")) as (facts, logits):
+        assert facts["dtype"].startswith("float")  # not that of 8-bit scales
         packed = int(re.search(r"(\d+) modules", facts["kernels"])[1])
         return logits(0, (0, slice(0, len(cases.IDS) - 1))), packed
 

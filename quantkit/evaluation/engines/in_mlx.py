@@ -35,7 +35,10 @@ def load(request: dict) -> tuple[Any, Any]:
             module.weight = mx.dequantize(*parts, **how).astype(mx.float32)
             module.__class__ = plain[type(module)]
         model.set_dtype(mx.float32)
-    dtypes = Counter(v.dtype for _, v in nn.utils.tree_flatten(model.parameters()) if v.dtype != mx.uint32)
+    types = (values.dtype for _, values in nn.utils.tree_flatten(model.parameters()))
+    dtypes = Counter(
+        dtype for dtype in types if mx.issubdtype(dtype, mx.floating)
+    )  # no codes, no 8-bit scales
 
     def compute(ids: list[int]) -> Any:
         return np.array(model(mx.array([ids]))[0].astype(mx.float32))
