@@ -128,6 +128,7 @@ def test_a_job_writes_what_mlx_lm_reads(made):
     source, folder = made("gptq", jobs.GPTQ, override=("down_proj=8,64",))
     tensors, config = jobs.tensors(folder), json.loads((folder / "config.json").read_text())
     down = "model.layers.0.mlp.down_proj"
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     quantization = config["quantization"]
     assert {key: value for key, value in quantization.items() if not isinstance(value, dict)} == {
         "group_size": 32, "bits": 4, "mode": "affine",

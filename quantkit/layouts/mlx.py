@@ -151,9 +151,15 @@ class MlxLayout(Layout):
         return {"quant_method": NAME} | self._entry(self) | self.entries
 
     def configured(self, config: Mapping[str, Any], quantization: dict) -> dict:
-        """Return config.json with `quantization`, which mlx-lm reads, and an equal `quantization_config`."""
+        """Return config.json with `quantization`, which mlx-lm reads, and an equal `quantization_config`.
+
+        mlx-lm 0.32 does not read the `rope_parameters` that transformers 5 writes: without `rope_theta` it
+        computes with 10,000.
+        """
         entry = {key: value for key, value in quantization.items() if key != "quant_method"}
-        return super().configured(config, quantization) | {"quantization": entry}
+        rope = config.get("rope_parameters")
+        theta = {"rope_theta": rope["rope_theta"]} if isinstance(rope, dict) and "rope_theta" in rope else {}
+        return theta | super().configured(config, quantization) | {"quantization": entry}
 
 
 def detect(config: dict) -> MlxLayout | None:
