@@ -1,11 +1,13 @@
-"""Checkpoints in the engines and tools that load them, on a CPU: each row is one `quantkit eval --engine`.
+"""Checkpoints in the engines and tools that load them, on a CPU: each row is one `quantkit verify --engine`.
 
-    scripts/clients-setup.sh vllm && python scripts/clients.py [vllm] [vllm-experts] [vllm-formats]
+    scripts/clients-setup.sh clients mlx && python scripts/clients.py transformers llama.cpp mlx
+    scripts/clients-setup.sh vllm && python scripts/clients.py vllm vllm-experts vllm-formats vllm-w4a8
     scripts/clients-setup.sh clients llmcompressor && python scripts/clients.py others
 
 Writes sections of docs/measurements/clients.md.
 
-vLLM: of linears, of mixtures, of formats that accelerators run.
+transformers, llama.cpp, mlx: of every method that writes for this engine.
+vLLM: of linears, of mixtures, of formats that accelerators run, of inputs in 8 bits.
 others: each tool compresses the demo model in its own environment with its default options, and transformers
     loads the checkpoint in that environment.
 """
@@ -14,17 +16,55 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 import tempfile
 from pathlib import Path
 
-from common import DEMO, ROOT, Failed, quantkit_logged, served, table, write_section
+from common import DEMO, ROOT, Failed, served, table, verified, write_section
 from interop.checkpoints import Cell, cells, make
 from peers.jobs import python_of, run_job, write_tokens
 
+from quantkit.models.files.headers import open_contents
+
 COARSE = 0.1  # of what compression changed: a kernel may differ by as much
-TEXT = ("--ctx", "128", "--limit", "1024")
-VLLM = {
+METHODS = "none | gptq | awq | gptq --layout compressed-tensors | fp8 | w8a8 | nf4 | int8"  # of transformers
+FLOATS = "fp8 --format mxfp8 | fp4 | fp4 --format mxfp4"
+MLX = """
+    none | gptq --layout mlx | gptq --layout mlx @ dtype=float32 | awq --layout mlx | awq
+    fp8 --format mxfp8 --layout mlx | fp4 --layout mlx | fp4 --format mxfp4 --layout mlx"""
+DECODED = 'quantization_config={"dequantize": true}'
+CELLS = {
+    "transformers": cells(
+        demo=f"""
+            {METHODS} | {FLOATS} | gptq --bits 2 | gptq --bits 8 | gptq --group-size -1
+            gptq --group-size -1 @ quantization_config={{"backend": "gptq_torch"}}
+            gptq --act-order full | gptq --no-sym | gptq --override down_proj=8
+            gptq --layout compressed-tensors @ {DECODED}
+            gptq --layout compressed-tensors --bits 8 | gptq --layout compressed-tensors --no-sym
+            gptq --layout compressed-tensors --no-sym @ {DECODED}
+            gptq --layout compressed-tensors --override down_proj=8
+            gptq --layout compressed-tensors --activations fp8
+            gptq --layout compressed-tensors --activations int8 | fp8 --block 128 | fp8 --static
+            fp8 --kv-cache | fp8 --layout deepseek | fp4 --activations | fp8 --layout modelopt""",
+        qwen3_moe=f"""
+            {METHODS} | {FLOATS} | gptq --layout compressed-tensors @ {DECODED} | fp8 @ {DECODED}
+            fp8 --layout deepseek | fp4 --format mxfp4 @ {DECODED}""",
+        smollm2="none | gptq | fp8",
+    ),
+    "llama.cpp": cells(
+        demo="""
+            gguf -t F16 | gguf -t Q8_0 | gguf -t Q6_K | gguf -t Q4_K_M | gguf -t Q4_0 | gguf -t Q2_K
+            gguf -t IQ4_XS | gguf -t IQ2_XS""",
+        qwen3_moe="gguf -t F16 | gguf -t Q8_0 | gguf -t Q4_K_M",
+    ),
+    "mlx": cells(
+        demo=f"""
+            {MLX} | gptq --layout mlx --bits 2 | gptq --layout mlx --bits 3 | gptq --layout mlx --bits 8
+            gptq | gptq --layout compressed-tensors""",
+        qwen3_moe=MLX,
+        smollm2="none",
+    ),
     "vllm": cells(
         demo="""
             none | gptq | gptq --group-size 32 | gptq --group-size -1 | gptq --checkpoint-format gptq_v2
@@ -59,8 +99,14 @@ VLLM = {
         opt="fp8 | w8a8",
         mixtral="fp8 | fp8 --block 128 | w8a8 | fp4 --format mxfp4",
     ),
+    "vllm-w4a8": cells(
+        demo="""
+            gptq --layout compressed-tensors --activations int8
+            gptq --layout compressed-tensors --activations fp8""",
+        qwen3_moe="gptq --layout compressed-tensors --activations int8",
+    ),
 }
-HEADER = ["command", "model", "result", "from decode", "largest", "compression changed", "kernels"]
+HEADER = ["command", "model", "result", "from decode", "bound", "compression changed", "kernels"]
 G128 = {"method": "gptq"}
 FOREIGN = {  # checkpoint: tool, options of a job of peers/run.py
     "GPTQ 4 bit g128": ("gptqmodel", G128),
@@ -78,64 +124,49 @@ FOREIGN = {  # checkpoint: tool, options of a job of peers/run.py
 SAMPLES, SEQLEN = 16, 256  # the readers are under test here, not the tools
 
 
-def dtype_of(cell: Cell) -> str:
-    """Return the dtype that vLLM computes in. In 16 bit many rounded activations turn over to the next value,
-    so it is float32 for fp8, where vLLM has it; its w8a8 for AMX takes bfloat16 alone."""
+def option_of(cell: Cell, engine: str) -> str:
+    """Return the option that an engine is given. In 16 bit many rounded activations turn over to the next
+    value, so vLLM computes in float32 for fp8, where it can; its w8a8 for AMX takes bfloat16 alone."""
+    if cell.option or engine != "vllm":
+        return cell.option
     method, half = cell.command.split(" ")[0], {"deepseek", "modelopt"} & set(cell.command.split())
-    return {"w8a8": "bfloat16", "fp8": "bfloat16" if half else "float32"}.get(method, "float16")
+    dtype = {"w8a8": "bfloat16", "fp8": "bfloat16" if half else "float32"}.get(method, "float16")
+    return f"dtype={dtype}"
 
 
-def compared(cell: Cell, root: Path, python: Path | str) -> list[str]:
-    """Return the cells of a checkpoint in vLLM against quantkit's decode."""
-    row = [f"`{cell.command}`" if cell.command else cell.label, cell.source]
-    dtype = dtype_of(cell)
-    computing = "--engine-option", f"dtype={dtype}"
-    log = root / "vllm" / f"{cell.name.replace(' ', '_')}.{dtype}.log"
-    folder = Path()
+def compared(cell: Cell, root: Path, engine: str, python: Path | str) -> list[str]:
+    """Return the row of a checkpoint in an engine against quantkit's decode."""
+    label = f"`{cell.command}`" if cell.command else cell.label
+    row = [label + f", `{cell.option}`" * bool(cell.option), cell.source]
+    option = option_of(cell, engine)
     try:
-        folder, source = make(cell, root), make(Cell("", cell.source), root)
-        models = [source, folder] if cell.command else [source]
-        record = served(models, log, "vllm", python, *TEXT, *computing)
+        folder = make(cell, root)
+        log = root / engine / f"{folder.name} {option}.log".replace(" ", "_")
+        made = verified(folder, log, engine, python, *(["--engine-option", option] if option else []))
     except Failed as error:
-        of_engine = str(error).partition(f"{folder}: ")[2].partition(" hint: ")[0]
-        return [*row, "FAIL", of_engine or str(error), "", "", ""]
-    decoded = record["models"][2:]
-    engine = record["models"][-1]["engine"]
-    difference = {key: math.nan if value is None else value for key, value in engine["difference"].items()}
-    changed = decoded[0]["metrics"]["kld"]["mean"] if cell.command else 0.0
-    fine = not cell.command or agrees(folder, source, log, "--python", str(python), *computing)
+        fluff = r".* does not run [^ ]+: |^error: | hint: .*|\[rank0\]: "
+        reason = re.sub(fluff, "", str(error)).rstrip(" :")
+        return [*row, "refused", *[""] * 3, reason.replace("|", "\\|")]
+    difference = math.nan if made["difference"] is None else made["difference"]
+    changed = open_contents(str(folder)).manifest["loss"]["kld"] if cell.command else 0.0
     return [
         *row,
-        "OK" if fine else "coarse" if difference["mean"] <= COARSE * changed else "FAIL",
-        f"{difference['mean']:.1e}",
-        f"{difference['max']:.1e}",
+        "OK" if made["agrees"] else "coarse" if difference <= COARSE * changed else "FAIL",
+        f"{difference:.1e}",
+        f"{made['bound']:.1e}",
         f"{changed:.1e}" if cell.command else "",
-        f"{engine['kernels']}, {engine['dtype']}",
+        ", ".join(filter(None, (made["kernels"], made["dtype"]))) or "it does not say",
     ]
 
 
-def agrees(folder: Path, source: Path, log: Path, *flags: str) -> bool:
-    """Return whether `verify --engine` finds that vLLM computes what the checkpoint holds."""
-    command = ["verify", str(folder), "--base", str(source), "--engine", "vllm", "-q", *flags]
-    try:
-        quantkit_logged(command, log.with_suffix(".verify.log"))
-    except Failed:
-        return False
-    return True
-
-
-def vllm(name: str, args: argparse.Namespace, root: Path) -> str:
-    """Return the table of a section in vLLM, and its notes."""
-    rows = []
-    for cell in VLLM[name]:
+def compare(name: str, args: argparse.Namespace, root: Path) -> str:
+    """Return the table of a section in an engine, and its notes."""
+    rows, engine = [], name.partition("-")[0]
+    for cell in CELLS[name]:
         if args.match in cell.name:
-            rows.append(compared(cell, root, args.python or python_of("vllm")))
+            rows.append(compared(cell, root, engine, args.python or python_of(engine)))
             print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
-    return (
-        f"{table(HEADER, rows)}\nKL divergences in nats per token, over 1,016 tokens of heldout.txt. OK: "
-        "`verify --engine` finds no fault. "
-        f"coarse: it does, but the divergence is at most {COARSE:.0%} of *compression changed*.\n"
-    )
+    return f"{table(HEADER, rows)}"
 
 
 def foreign(name: str, args: argparse.Namespace, root: Path) -> str:
@@ -164,7 +195,7 @@ def foreign(name: str, args: argparse.Namespace, root: Path) -> str:
     return f"Perplexity on heldout.txt, windows of 256 tokens.\n\n{table(header, rows)}"
 
 
-SECTIONS = dict.fromkeys(VLLM, vllm) | {"others": foreign}
+SECTIONS = dict.fromkeys(CELLS, compare) | {"others": foreign}
 
 
 def main() -> None:

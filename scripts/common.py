@@ -75,6 +75,23 @@ def served(models: list[Path], log: Path, engine: str, python: Path | str, *flag
     return json.loads(printed[printed.index("{") :])
 
 
+def verified(model: Path, log: Path, engine: str, python: Path | str, *flags: str) -> dict:
+    """Return what `quantkit verify --engine` finds of an engine; the log of an earlier run counts.
+    Raises Failed if the engine does not run the model."""
+    command = ["verify", str(model), "--engine", engine, "--python", str(python), "--json", "-q", *flags]
+    if not log.exists() or "{" not in log.read_text():
+        try:
+            quantkit_logged(command, log)
+        except Failed:  # also where the engine computes something else
+            if "{" not in log.read_text():
+                raise
+    printed = log.read_text()
+    record = json.JSONDecoder().raw_decode(printed[printed.index("{") :])[0]
+    if not record.get("engine"):
+        raise Failed(record["error"]["message"])
+    return record["engine"]
+
+
 def table(header: list[str], rows: list[list[str]], left: int | None = None) -> str:
     """Return Markdown. Columns after the first `left` are aligned as numbers; by default none is."""
     left = len(header) if left is None else left

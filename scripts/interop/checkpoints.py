@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import DEMO, quantkit_logged
+from common import DEMO, ROOT, quantkit_logged
 
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
 # The random models borrow the demo model's tokenizer
 SHAPE |= {"vocab_size": 4096, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+STORED = {"demo": DEMO, "smollm2": ROOT / ".models/SmolLM2-135M-Instruct"}  # by scripts/real_models.py
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """command: `quantkit METHOD` and its flags; empty: the original. source: a name of `make_model`."""
+    """command: `quantkit METHOD` and its flags; empty: the original. source: a name of `make_model`.
+    option: of the engine that loads it, empty without one."""
 
     command: str
     source: str = "demo"
+    option: str = ""
 
     @property
     def label(self) -> str:
@@ -31,23 +35,24 @@ class Cell:
 
 
 def cells(**commands: str) -> list[Cell]:
-    """Return cells of models by commands, separated by lines or `|`; `none`: not compressed."""
+    """Return cells of models by commands `COMMAND @ OPTION`, separated by lines or `|`; `none`: not
+    compressed."""
     return [
-        Cell("" if text.strip() == "none" else text.strip(), source)
+        Cell("" if command.strip() == "none" else command.strip(), source, option.strip())
         for source, texts in commands.items()
-        for text in texts.strip().replace("\n", "|").split("|")
+        for command, _, option in (t.partition("@") for t in texts.strip().replace("\n", "|").split("|"))
     ]
 
 
 def make_model(source: str, folder: Path) -> Path:
-    """Return the demo model, or a random one whose rows differ in size, so that a wrong order shows.
+    """Return a model of STORED, or a random one whose rows differ in size, so that a wrong order shows.
 
     qwen2: biases on q, k and v, tied embeddings. opt: biases everywhere, no Llama.
     llama_bias: biases everywhere, embeddings not tied. mixtral, qwen3_moe, qwen2_moe: 8 experts, 2 a token;
     qwen2_moe with an expert that all tokens share.
     """
-    if source == "demo":
-        return DEMO
+    if source in STORED:
+        return STORED[source]
     if (folder / "config.json").exists():
         return folder
     import torch
@@ -77,6 +82,9 @@ def make_model(source: str, folder: Path) -> Path:
             if name.endswith("mlp.gate.weight"):  # else rounding decides between nearly equal experts
                 parameter.mul_(4)
     model.half().save_pretrained(folder)
+    path = folder / "config.json"
+    names = {"rope_theta": 10000.0, "num_experts": 8}  # mlx-lm wants them, transformers 5 writes others
+    path.write_text(json.dumps(names | json.loads(path.read_text())))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / file, folder)
     return folder
@@ -87,10 +95,10 @@ def make(cell: Cell, root: Path) -> Path:
     model = make_model(cell.source, root / "models" / cell.source)
     if not cell.command:
         return model
-    folder = root / cell.name.replace(" ", "_").replace(",", "")
-    if not (folder / "config.json").exists():
+    method, *flags = cell.command.split()
+    folder = root / (cell.name.replace(" ", "_").replace(",", "") + ".gguf" * (method == "gguf"))
+    if not folder.exists():
         shared = ["--samples", "8", "--seqlen", "128", "--threads", "1", "--overwrite", "--quiet"]
-        method, *flags = cell.command.split()
         arguments = [method, str(model), "-o", str(folder), *flags, *shared]
         quantkit_logged(arguments, folder.with_suffix(".log"))
     return folder

@@ -13,6 +13,7 @@ ENVIRONMENTS = {  # tool -> folder that clients-setup.sh makes
     "bitsandbytes": ".venv-clients",
     "gptqmodel": ".venv-clients",
     "llmcompressor": ".venv-peers/llmcompressor",
+    "mlx": ".venv-mlx",
     "transformers": ".venv-clients",
     "vllm": ".venv-vllm",
 }
