@@ -81,6 +81,17 @@ def test_an_honest_output_is_reproduced(place, audit, tmp_path, name):
     assert _again(made).startswith(f"1 of {made['of_blocks']} blocks (block {block + 1}; seed 3): ")
 
 
+def test_a_file_with_other_names_than_its_source_is_reproduced(audit, tmp_path):
+    families.save_model(tmp_path / "model", "mixtral", num_hidden_layers=1)
+    families.save_tokenizer(tmp_path / "model", bos=True)
+    name, options = METHODS["gguf"]
+    output = tmp_path / "out.gguf"
+    api.quantize(name, tmp_path / "model", output=output, progress=SILENT, loss_tokens=0, **options)
+    code, problems, made = audit(output, tmp_path / "model", 1)
+    assert (code, problems, made["verdict"]) == (0, [], "identical")
+    assert any("block_sparse_moe" in row["name"] for row in made["linears"])
+
+
 @pytest.fixture
 def written(place, tmp_path):
     """The model, and a copy of what gptq made of it."""

@@ -56,8 +56,14 @@ def compare(
     what = f"{stored.source} was encoded tensor by tensor, not block by block"
     require(solved, what, "make it again with the same options, and compare the files", UNSUPPORTED)
     names = {spec.name for spec in solved}
-    stored = Skeleton(stored, job.skeleton.dtype, job.skeleton.device).checkpoint  # with single experts
-    stored = stored.coded(names) if isinstance(stored, GgufCheckpoint) else stored
+    skeleton = Skeleton(stored, job.skeleton.dtype, job.skeleton.device)
+    stored = skeleton.checkpoint  # with single experts
+    if isinstance(stored, GgufCheckpoint):  # its names may differ from the source's
+        ours, theirs = job.skeleton.names.stored, skeleton.names.stored
+        named = {there: ours[name] for name, there in theirs.items() if name in ours}
+        infos = {named.get(name, name): info for name, info in stored.infos.items()}
+        stored = replace(stored, infos={name: replace(info, name=name) for name, info in infos.items()})
+        stored = stored.coded(names)
     unlike = names ^ {*stored.packed}
     what = f"{stored.source} has no codes to compare of {name_all(sorted(unlike), 3)}"
     require(not unlike, what, "audit a file of another type", UNSUPPORTED)
