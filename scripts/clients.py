@@ -50,20 +50,21 @@ CELLS = {
         qwen3_moe=f"""
             {METHODS} | {FLOATS} | gptq --layout compressed-tensors @ {DECODED} | fp8 @ {DECODED}
             fp8 --layout deepseek | fp4 --format mxfp4 @ {DECODED}""",
-        smollm2="none | gptq | fp8",
+        smollm2=METHODS,
     ),
     "llama.cpp": cells(
         demo="""
             gguf -t F16 | gguf -t Q8_0 | gguf -t Q6_K | gguf -t Q4_K_M | gguf -t Q4_0 | gguf -t Q2_K
             gguf -t IQ4_XS | gguf -t IQ2_XS""",
         qwen3_moe="gguf -t F16 | gguf -t Q8_0 | gguf -t Q4_K_M",
+        smollm2="gguf -t Q8_0 | gguf -t Q4_K_M",
     ),
     "mlx": cells(
         demo=f"""
             {MLX} | gptq --layout mlx --bits 2 | gptq --layout mlx --bits 3 | gptq --layout mlx --bits 8
             gptq | gptq --layout compressed-tensors""",
         qwen3_moe=MLX,
-        smollm2="none",
+        smollm2="none | gptq --layout mlx | gptq --layout mlx @ dtype=float32",
     ),
     "vllm": cells(
         demo="""
