@@ -14,6 +14,7 @@ from test_verify import reseal
 from quantkit import api
 from quantkit.cli.verify import _again
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, VERIFICATION
+from quantkit.models.files import gguf_file, gguf_writer
 from quantkit.quantize.calibrate import capture
 from quantkit.quantize.progress import SILENT
 from quantkit.quantize.transforms import smooth
@@ -242,7 +243,11 @@ def test_changed_and_added_files_are_found(written, audit, problem):
 def test_added_tensors_are_found(written, audit):
     model, output = written
     tensors = load_file(output / "model.safetensors")
-    names = ["model.layers.0.mlp.up_proj.bias", "model.layers.1.self_attn.q_norm.weight"]
+    names = [
+        "layers.1.input_layernorm.weight",  # as in a block, but of none
+        "model.layers.0.mlp.up_proj.bias",
+        "model.layers.0.mlp.up_proj.weight",  # beside its codes
+    ]
     added = {name: torch.ones(64, dtype=torch.bfloat16) for name in names}
     assert not tensors.keys() & added.keys()
     save_file(tensors | added, output / "model.safetensors", {"format": "pt"})
@@ -257,9 +262,59 @@ def test_changed_metadata_of_a_gguf_file_are_found(place, audit, tmp_path):
     data, key = output.read_bytes(), b"llama.attention.layer_norm_rms_epsilon"
     start = data.index(key) + len(key) + 4  # after the type
     output.write_bytes(data[:start] + struct.pack("<f", 0.5) + data[start + 4 :])
-    code, problems, _ = audit(output, place / "model", 1)
-    named = f"the metadata {key.decode()} is not as the job writes it"
-    assert (code, problems) == (VERIFICATION, [named])
+    gguf_writer.with_text(output, tmp_path / "forged.gguf", "general.sampling.sequence", "k")
+    code, problems, _ = audit(tmp_path / "forged.gguf", place / "model", 1)
+    changed = "general.sampling.sequence", key.decode()
+    named = [f"the metadata {name} is not as the job writes it" for name in changed]
+    assert (code, problems) == (VERIFICATION, named)
+
+
+def test_changed_factors_of_rope_are_found(audit, tmp_path):
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    model, output = tmp_path / "model", tmp_path / "out.gguf"
+    families.save_model(model, "llama", num_hidden_layers=1, rope_parameters=rope)
+    families.save_tokenizer(model, bos=True)
+    api.quantize("gguf", model, output=output, progress=SILENT, loss_tokens=0, **METHODS["gguf"][1])
+    assert audit(output, model, 1)[:2] == (0, [])
+    factors = gguf_file.read_header(output)[1]["rope_freqs.weight"]
+    data = bytearray(output.read_bytes())
+    data[factors.offset : factors.offset + 4] = struct.pack("<f", 64.0)
+    output.write_bytes(data)
+    gguf_writer.seal(output)
+    code, problems, _ = audit(output, model, 1)
+    assert (code, problems) == (VERIFICATION, ["rope_freqs.weight is not as the job writes it"])
+
+
+def test_another_scale_of_inputs_is_found_also_elsewhere(place, audit, elsewhere, tmp_path):
+    options = {"activations": True, "samples": 4, "seqlen": 32}
+    output = make(place, "out", "fp4", options, tmp_path)
+    tensors = load_file(output / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.input_global_scale"
+    tensors[name] *= 16
+    save_file(tensors, output / "model.safetensors", {"format": "pt"})
+    reseal(output)
+    elsewhere()
+    code, problems, _ = audit(output, place / "model", "all")
+    assert code == VERIFICATION
+    assert f"{name} is not scaled as when its block was solved again" in problems
+
+
+def test_a_column_of_the_text_is_named_in_the_manifest(place, audit, tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"text": "not this", "body": TEXT}) + "\n")
+    output = make(place, "out", "gptq", GPTQ | {"calibration": str(text), "text_column": "body"}, tmp_path)
+    code, problems, made = audit(output, place / "model", 1, "--calibration", text)
+    assert (code, problems, made["verdict"]) == (0, [], "identical")
+    assert json.loads((output / "quantkit.json").read_text())["job"]["calibration"]["text_column"] == "body"
+
+
+def test_shards_of_a_gguf_file_are_reproduced(place, audit, tmp_path):
+    make(place, "out.gguf", "gguf", METHODS["gguf"][1] | {"max_shard_gb": 5e-5}, tmp_path)
+    first, *others = sorted(tmp_path.glob("out-*.gguf"))
+    assert others
+    code, problems, made = audit(first, place / "model", 1)
+    assert (code, problems, made["verdict"]) == (0, [], "identical")
 
 
 def test_what_cannot_be_audited_is_refused(place, written, quantkit, refuse):

@@ -240,6 +240,13 @@ def test_what_is_wrong_with_single_shards_can_be_taken_instead_of_raised(tmp_pat
     ]
 
 
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    """transformers and the index may take different ones."""
+    store_sharded(tmp_path, ONE | {"b.safetensors": {"x": torch.ones(2), "y": torch.zeros(2)}}, TRUE_MAP)
+    message = error_of(read_folder, tmp_path).message
+    assert message == f"{tmp_path / 'b.safetensors'} holds tensors of another shard: x"
+
+
 @pytest.mark.parametrize("part", [0.2, 0.9, 0.999])
 def test_a_truncated_checkpoint_is_refused_before_loading(tiny_model, part):
     folder = tiny_model("llama")

@@ -16,6 +16,7 @@ from quantkit.capacity.source import read
 from quantkit.errors import QuantkitError
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.biased import BiasedGrid
+from quantkit.grids.distance import weight_error
 from quantkit.inspection.record import describe
 from quantkit.models.files.head import decide
 from quantkit.models.files.headers import open_contents
@@ -74,6 +75,17 @@ def test_the_head_is_solved_from_the_quantized_model(source, tmp_path):
     solver = GptqSolver(0.01, "group", 0, "own")
     (wanted,) = solver.solve([weight], [grid], hessian)
     assert torch.equal(made.read("lm_head.weight", torch.float32), wanted.weight.values())
+
+
+def test_a_head_that_rounds_its_inputs_is_solved(source, tmp_path):
+    options = {"head": 8, "layout": "compressed-tensors", "activations": "int8", "group_size": 32}
+    text = jobs.calibration(tmp_path)
+    job = jobs.prepare("gptq", source, tmp_path / "out", options, calibration=text, **RUN)
+    jobs.loop.run([job], jobs.Progress())
+    model, made = decoded(tmp_path / "out", source, tmp_path)
+    head = load_file(source / "model.safetensors")["lm_head.weight"].float()
+    assert weight_error(head, made.read("lm_head.weight", torch.float32)) < 1e-4
+    assert torch.equal(model.lm_head.weight.float(), made.read("lm_head.weight", torch.float32))
 
 
 @pytest.mark.parametrize("layout", ["gptq", "compressed-tensors", *nightly("mlx")])

@@ -67,7 +67,7 @@ def add(
     stored = open_checkpoint(record["source"], trust_remote_code=trust_remote_code)
     with tempfile.TemporaryDirectory(prefix="quantkit-", ignore_cleanup_errors=True) as folder:
         try:
-            request = _request(manifest, base, Path(folder) / path.name, calibration)
+            request = _request(manifest, base, Path(folder) / gguf_shards.whole(path).name, calibration)
             job = prepare(replace(request, trust_remote_code=trust_remote_code), Steps(progress))
         except QuantkitError as error:
             if error.exit_code != USAGE:

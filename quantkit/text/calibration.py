@@ -40,6 +40,7 @@ class Provenance:
     sha256: str
     chat_template: str | None
     dataset: Dataset | None
+    text_column: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ class CalibrationSet:
     held_back: HeldBack | None = None
 
     def record(self) -> dict:
-        return asdict(self.provenance)
+        record = asdict(self.provenance)
+        column = record.pop("text_column")
+        return record | ({"text_column": column} if column else {})
 
 
 def load(
@@ -105,8 +108,9 @@ def load(
     checkpoint.check_ids(tokens.unique().tolist())
     digest = hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
     provenance = Provenance(
-        source.name, len(tokens), seqlen, options.seed, bos, digest, chat_template, source.dataset
-    )
+        source.name, len(tokens), seqlen, options.seed, bos, digest, chat_template, source.dataset,
+        options.text_column if options.text_column != CalibrationOptions.text_column else None,
+    )  # fmt: skip
     kept = None
     if held_back:
         rest = _held_back(checkpoint, stream[calibrating:], held_back, seqlen, bos_token)

@@ -16,6 +16,7 @@ from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, name_all, req
 from quantkit.layouts import DTYPE_BYTES
 from quantkit.models.files import untrusted
 
+MIXED = "index and shards belong to different downloads; fetch both again"
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -160,7 +161,10 @@ def _read_sharded(folder: Path, errors: list[QuantkitError] | None) -> dict[str,
     infos: dict[str, TensorInfo] = {}
     for name in names:
         try:
-            infos |= {} if name in absent else read_header(folder / name)
+            held = {} if name in absent else read_header(folder / name)
+            twice = name_all(sorted(infos.keys() & held.keys()))
+            require(not twice, f"{folder / name} holds tensors of another shard: {twice}", MIXED)
+            infos |= held
         except QuantkitError as error:
             absent.append(name)
             problems.append(error)
@@ -171,8 +175,7 @@ def _read_sharded(folder: Path, errors: list[QuantkitError] | None) -> dict[str,
     ]
     if lost:
         what = f"{path} places tensors in shards that do not hold them: {name_all(lost)}"
-        hint = "index and shards belong to different downloads; fetch both again"
-        problems.append(QuantkitError(what, hint))
+        problems.append(QuantkitError(what, MIXED))
     if errors is not None:
         errors += problems
     elif problems:

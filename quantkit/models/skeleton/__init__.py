@@ -270,8 +270,9 @@ class Skeleton:
         the block is the head, the model's head takes over its weight."""
         if index == self.depth:
             (head,) = self.blocks[index].values()
-            self.model.get_output_embeddings().weight = head.weight
-            head.weight = nn.Parameter(head.weight.to("meta"), requires_grad=False)
+            weight = nn.Parameter(head.weight, requires_grad=False)  # a layout's module has a plain tensor
+            self.model.get_output_embeddings().weight = weight
+            loading.free(self.blocks[index])
             return
         if keeper := self.keepers.pop(index, None):
             keeper.close()

@@ -132,7 +132,8 @@ class Output:
                 if not here.is_file():
                     yield f"{name} was added: it is in neither the source nor the job"
                 elif name not in made.files:
-                    yield f"{name} is absent"
+                    if not name.endswith(".py"):  # copied with --trust-remote-code alone
+                        yield f"{name} is absent"
                 elif not filecmp.cmp(here, made.path / name, shallow=False):
                     yield f"{name}{_differing(here, made.path / name)} is not as the job writes it"
 
@@ -232,7 +233,7 @@ def recipe_of(manifest: dict) -> str:
         "run": {key: job[key] for key in RECIPE_RUN if job.get(key)} | {"dtype": job["execution"]["dtype"]},
     }
     if calibration:
-        names = ("samples", "seqlen", "seed")
+        names = ["samples", "seqlen", "seed"] + ["text_column"] * ("text_column" in calibration)
         text = {} if calibration["source"] == "shipped" else {"calibration": calibration["source"]}
         recipe["calibration"] = text | {key: calibration[key] for key in names}
     return yaml.safe_dump({key: value for key, value in recipe.items() if value}, sort_keys=False)

@@ -45,7 +45,9 @@ from quantkit.quantize.solvers import Solver
 from quantkit.quantize.staging.folder import Staging
 
 FEW = 0.01  # share of weights too small for a float type that is not worth a warning: many models have some
-UNREAD = "general.", "quantkit.", "quantize.", "split."  # metadata that llama.cpp does not compute with
+UNREAD = re.compile(  # metadata of origin, which depend on names and folders
+    r"general\.(name|quantized_by|license|languages|base_model)|quantkit\.|quantize\.|split\."
+).match
 LOSS_ROOM = 2048  # bytes reserved in the metadata for the loss, which is measured later
 
 
@@ -237,11 +239,16 @@ class GgufOutput(Output):
             path = Path(folder) / "header.gguf"
             with gguf_writer.GgufWriter(path, self.metadata, ()):
                 pass
-            again, _ = gguf_file.read_header(path)
-        for key in sorted(again.keys() | made.metadata.keys()):
-            read = key == "general.architecture" or not key.startswith(UNREAD)
-            if read and again.get(key) != made.metadata.get(key):
-                yield f"the metadata {key} is not as the job writes it"
+            first = gguf_shards.first(made.path)
+            again, there = (dict(_entries_of(side)) for side in (path, first))
+        for key in sorted(key for key in again | there if again.get(key) != there.get(key)):
+            yield f"the metadata {key} is not as the job writes it"
+        if added := sorted(made.infos.keys() - {entry.name for entry in self._entries()}):
+            yield f"tensors were added, which the job does not write: {name_all(added, 3)}"
+        for target in (target for target in self.targets if target.values is not None):
+            stored = made.infos.get(target.name)
+            if not stored or not torch.equal(reading.tensor(stored).flatten(), target.values.flatten()):
+                yield f"{target.name} is not as the job writes it"
 
     def describe(self, draft: Draft, summary: Summary) -> None:
         """Add the loss, and write the model card next to the file, but not over a card of another writer."""
@@ -295,6 +302,16 @@ class GgufOutput(Output):
             if scale := scale_of(target.name, self.types[target.name], target.shape):
                 entries.append(Entry(scale[0], "F32", scale[1]))
         return entries
+
+
+def _entries_of(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the keys of metadata that clients compute with, and the bytes of their entries, with types."""
+    header = gguf_file.read_whole_header(path)
+    with path.open("rb") as file:
+        data = file.read(header.end)
+    for key, (start, end) in header.places.items():
+        if not UNREAD(key):
+            yield key, data[start:end]
 
 
 def _of_weights(tensors: Mapping[str, TensorInfo], part: str) -> dict[str, TensorInfo]:
