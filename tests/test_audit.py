@@ -130,9 +130,10 @@ def offenders(problems) -> set[str]:
     return {problem.split()[0] for problem in problems if "not solved so" in problem}
 
 
-@pytest.mark.parametrize("name", ["gptq", "w8a8", *nightly("awq", "mlx", "yaqa")])
+@pytest.mark.parametrize("name", ["gptq", "w8a8", "gguf", *nightly("awq", "mlx", "yaqa")])
 def test_another_machine_passes_within_the_bounds(place, audit, elsewhere, tmp_path, name):
-    output = place / "out" if name == "gptq" else make(place, "out", *METHODS[name], tmp_path)
+    file = f"out{'.gguf' * (name == 'gguf')}"
+    output = place / "out" if name == "gptq" else make(place, file, *METHODS[name], tmp_path)
     elsewhere()
     code, problems, made = audit(output, place / "model", "all")
     assert (code, problems) == (0, [])

@@ -68,7 +68,8 @@ def add(
     with tempfile.TemporaryDirectory(prefix="quantkit-", ignore_cleanup_errors=True) as folder:
         try:
             request = _request(manifest, base, Path(folder) / gguf_shards.whole(path).name, calibration)
-            job = prepare(replace(request, trust_remote_code=trust_remote_code), Steps(progress))
+            request = replace(request, trust_remote_code=trust_remote_code)
+            job = prepare(request, Steps(progress))
         except QuantkitError as error:
             if error.exit_code != USAGE:
                 raise
@@ -84,7 +85,11 @@ def add(
         if text and text["sha256"] != (made["calibration"] or {}).get("sha256"):
             problems.append(f"the tokens of {text['source']} are not those that the manifest names (sha256)")
         if not problems:
-            found = compare(job, stored, blocks, seed, here == there, progress)
+            unknown = there == here | {"machine": None}
+            found = compare(job, stored, blocks, seed, unknown or here == there, progress)
+            if unknown and found["problems"]:  # perhaps it was another
+                job = prepare(replace(request, overwrite=True), Steps(progress))
+                found = compare(job, stored, blocks, seed, False, progress)
             problems = [*job.method.output.unlike(job.material, contents), *found.pop("problems")]
     files = {"files": manifest["files"]} if "files" in manifest else {}
     verdict = "identical" if all(row["identical"] for row in found["linears"]) else "equivalent"
