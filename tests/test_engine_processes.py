@@ -128,12 +128,18 @@ def test_workers_of_an_engine_end_with_it(demo_model, refuse, program, tmp_path)
     assert ended(tmp_path / "pid")
 
 
+HEARING = (  # SIGINT, though these tests may run in the background
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from quantkit.__main__ import main; main()"
+)
+
+
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_an_engine_that_hangs_and_its_workers(demo_model, program, tmp_path, number, code):
     python, pid = program(f"{LOOKED}sleep 300 &\necho $! >{tmp_path}/pid\nwait\n"), tmp_path / "pid"
     command = ["verify", demo_model, "--engine", "mlx", "--python", python, "-q"]
-    command = [sys.executable, "-m", "quantkit", *map(str, command)]
+    command = [sys.executable, "-c", HEARING, *map(str, command)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         while not (pid.exists() and pid.read_text()):
             assert process.poll() is None
