@@ -127,7 +127,12 @@ class _Again(Loop):
 
         def search(losses: Losses, *given: Any) -> Tensor | None:
             tried, watched = [torch.ones_like(there)], copy(losses)
-            watched.of = lambda scale, limit=math.inf: tried.append(scale) or losses.of(scale, limit)
+
+            def of(scale: Tensor, limit: float = math.inf) -> float:
+                tried.append(scale)
+                return losses.of(scale, limit)
+
+            watched.of = of
             searched = transform.search(watched, *given)
             tried += [] if searched is None else [searched]
             distances = [(there / each).log().abs() for each in tried]
@@ -157,11 +162,9 @@ def _scale_of(
     else:
         pairs = (weight, weight), (weight, stored), (stored, stored)
         own, both, other = ((a if hessian is None else a @ hessian).mul(b).sum(1) for a, b in pairs)
-        scale, noise = (
-            (own / both).bfloat16().float(),
-            (1 - both * both / (own * other)).clamp(min=0).nan_to_num(0).sqrt(),
-        )
-        noise = noise[producer.rows] if noise.mean() > DIGIT else 0.0
+        scale = (own / both).bfloat16().float()
+        missed = (1 - both * both / (own * other)).nan_to_num(0).clamp(min=0).sqrt()  # share of the outputs
+        noise = missed[producer.rows] if missed.mean() > DIGIT else 0.0
     return torch.where(scale.isfinite() & (scale > 0), scale, 1.0)[producer.rows], noise
 
 
@@ -254,10 +257,10 @@ def _others(job: Job, stored: Checkpoint, chosen: Sequence[int], exact: bool) ->
     suffixes, rest = job.method.layout.suffixes, job.staging.rest()
     packed = {f"{spec.name}.{part}" for spec in job.specs if spec.grid for part in suffixes}
     scaled = {name: info for index in chosen for name, info in job.staging.infos(index).items()}
-    known = [*{*job.checkpoint.names, *(f"{spec.name}.weight" for spec in job.specs)}]
     beside = {split(name)[2] for name in scaled.keys() - packed}
-    known += [block + local for block in job.skeleton.names.stored_blocks for local in beside]
-    if added := sorted(Counter(stored.names) - Counter({*known})):  # also weights beside their codes
+    known = {*job.checkpoint.names, *(f"{spec.name}.weight" for spec in job.specs)}
+    known |= {block + local for block in job.skeleton.names.stored_blocks for local in beside}
+    if added := sorted(Counter(stored.names) - Counter(known)):  # also weights beside their codes
         yield f"tensors were added, which neither the source nor the job has: {name_all(added, 3)}"
     for name in sorted(name for name in scaled if name not in packed or ".input_" in name):
         there, again = stored.load(name), reading.tensor(scaled[name])

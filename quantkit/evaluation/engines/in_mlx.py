@@ -36,9 +36,8 @@ def load(request: dict) -> tuple[Any, Any]:
             module.__class__ = plain[type(module)]
         model.set_dtype(mx.float32)
     types = (values.dtype for _, values in nn.utils.tree_flatten(model.parameters()))
-    dtypes = Counter(
-        dtype for dtype in types if mx.issubdtype(dtype, mx.floating)
-    )  # no codes, no 8-bit scales
+    # not of codes, nor of 8-bit scales
+    dtypes = Counter(dtype for dtype in types if mx.issubdtype(dtype, mx.floating))
 
     def compute(ids: list[int]) -> Any:
         return np.array(model(mx.array([ids]))[0].astype(mx.float32))
