@@ -78,6 +78,7 @@ CELLS = {
             none | gptq --group-size 64 --head 8 | gptq --group-size 64 --head 4
             gptq --group-size 64 --layout compressed-tensors --head 8
             awq --group-size 64 --layout compressed-tensors --head 4""",
+        smollm2="none | gptq | awq | gptq --layout compressed-tensors",
     ),
     "vllm-experts": cells(
         mixtral="""
@@ -99,12 +100,14 @@ CELLS = {
         qwen2="fp8 | fp8 --static | w8a8",
         opt="fp8 | w8a8",
         mixtral="fp8 | fp8 --block 128 | w8a8 | fp4 --format mxfp4",
+        smollm2="fp8 | w8a8",
     ),
     "vllm-w4a8": cells(
         demo="""
             gptq --layout compressed-tensors --activations int8
             gptq --layout compressed-tensors --activations fp8""",
         qwen3_moe="gptq --layout compressed-tensors --activations int8",
+        smollm2="gptq --layout compressed-tensors --activations int8",
     ),
 }
 HEADER = ["command", "model", "result", "from decode", "bound", "compression changed", "kernels"]
