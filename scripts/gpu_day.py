@@ -58,6 +58,7 @@ STAGES = (
     Stage("methods", 180, "every method on the bundled model, against the CPU's result"),
     Stage("blocks", 300, "jobs on two blocks of the 8B model: seconds by phase, memory against the plan"),
     Stage("vllm", 420, "vLLM with its kernels on what was written: KL divergences"),
+    Stage("throughput", 420, "tokens a second in vLLM, 1, 8 and 64 sequences at once"),
     Stage("sweep", 120, "GPTQ with and without its graphs and its kernel"),
     Stage("bench", 240, "attention, batching, decoding, speculative decoding"),
     Stage("ranks", 150, "two processes on two devices against one"),

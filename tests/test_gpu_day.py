@@ -186,7 +186,7 @@ def test_a_rehearsal_has_a_result_of_every_stage(tmp_path, monkeypatch):
     monkeypatch.setattr(others, "decode", lambda run: {})
     found = rehearsed(tmp_path, 0, "--environments", str(tmp_path), start=gpu_day.forked)
     states = {name: result["state"] for name, result in found.items()}
-    assert states == dict.fromkeys(states, "done") | {"vllm": "skipped", "ranks": "skipped"}
+    assert states == dict.fromkeys(states, "done") | dict.fromkeys(("vllm", "throughput", "ranks"), "skipped")
     assert found["vllm"]["why"].startswith("no .venv-vllm with vllm: scripts/clients-setup.sh vllm")
     assert found["ranks"]["why"] == "one device: two processes need two"
     for row in found["methods"]["rows"].values():

@@ -34,6 +34,7 @@ def device(run: Run) -> None:
     run.row("doctor", lambda: {"checks": command("doctor")["checks"]["machine"]})
     run.row("torch", torch_of, run)
     run.row("rates", rates, run)
+    run.row("experts", experts, run)
     size = 256 if run.rehearse else 4096
     for columns in (size,) if run.rehearse else (size, 8192, 14336):
         run.row(f"factor {columns}", factor, run, columns)
@@ -68,6 +69,29 @@ def rates(run: Run) -> dict:
     rates["copy_bytes_per_second"] = target.nbytes / copied
     rates["to_device_bytes_per_second"] = host.nbytes / seconds(run, lambda: target.copy_(host))
     return rates
+
+
+def experts(run: Run) -> dict:
+    """Return seconds of one projection of 128 experts, expert by expert as jobs compute it and in one grouped
+    product, the copy into one tensor included: what a grouped product would save."""
+    count, each, hidden, inner = (4, 8, 128, 64) if run.rehearse else (128, 512, 2048, 768)
+    made = {"device": run.device, "dtype": torch.bfloat16}
+    weights = [torch.randn(inner, hidden, **made) for _ in range(count)]
+    rows = torch.randn(count * each, hidden, **made)
+    ends = torch.arange(1, count + 1, device=run.device, dtype=torch.int32) * each
+
+    def singly() -> torch.Tensor:
+        return torch.cat([part @ weight.t() for part, weight in zip(rows.split(each), weights, strict=True)])
+
+    def grouped() -> torch.Tensor:
+        return torch._grouped_mm(rows, torch.stack(weights).mT, ends)
+
+    apart = (singly().float() - grouped().float()).abs().max().item()
+    return {
+        "seconds_singly": seconds(run, singly, 3),
+        "seconds_grouped": seconds(run, grouped, 3),
+        "apart": apart,
+    }
 
 
 def factor(run: Run, columns: int) -> dict:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
-from common import DEMO, ROOT, served
+from common import DEMO, ROOT, run_script, served
 from common import run as run_logged
 from gpu.on_device import JOBS, few, made, shape
 from gpu.run import Run, Skipped, command
@@ -49,6 +49,7 @@ ON_A_GPU = ("mxfp8", "w4a8 fp8")  # vLLM's CPU build has no kernel for them
 CHECKPOINTS = (
     "gptq", "awq", "gptq ct", "gptq ct 8", "w4a8 int8", "fp8", "w8a8", "fp4", "fp4 inputs", *ON_A_GPU
 )  # fmt: skip
+NO_FP4 = "vLLM's CPU build has no kernel for 4-bit floats"
 BLACKWELL = 10  # capability from which a device multiplies in 4 bit
 
 
@@ -60,7 +61,7 @@ def vllm(run: Run) -> None:
         without["fp4 inputs"] = "the device has no products in 4 bit"
     if run.device == "cpu":
         without["gptq ct 8"] = "vLLM's CPU build has no kernel for integers of 8 bits"
-        without["fp4"] = "vLLM's CPU build has no kernel for 4-bit floats"
+        without["fp4"] = NO_FP4
         without |= dict.fromkeys(ON_A_GPU, "vLLM's CPU build has no kernel for it")
     for name, why in without.items():
         run.result["rows"].setdefault(name, {"skipped": why})
@@ -78,6 +79,32 @@ def agrees(run: Run, python: Path, name: str) -> dict:
     engine = record["models"][-1]["engine"]
     changed = record["models"][2]["metrics"]["kld"]["mean"] if models[1:] else 0.0
     return engine | {"difference": engine["difference"]["mean"], "compression": changed}
+
+
+# throughput
+
+RATES = ROOT / "scripts/gpu/vllm_rates.py"
+SIZES = {"prompt": 128, "new": 129, "batches": [1, 8, 64]}
+SPEEDS = ("original", "gptq", "awq", "fp8", "fp4")
+
+
+def throughput(run: Run) -> None:
+    """Tokens a second in vLLM, of several sequences at once, without their prompts."""
+    python = environment(run, "vllm", " (with a GPU: pip install vllm)")
+    for name in SPEEDS:
+        run.row(name, rates, run, python, name)
+
+
+def rates(run: Run, python: Path, name: str) -> dict:
+    """Return tokens a second of a checkpoint, and of its prompts, by number of sequences."""
+    if run.device == "cpu" and name == "fp4":
+        raise Skipped(NO_FP4)
+    model = shape(run, MODEL) if name == "original" else written(run, name)
+    sizes = {"prompt": 16, "new": 4, "batches": [1, 2]} if run.rehearse else SIZES
+    options = {"enforce_eager": True} if run.rehearse else {"gpu_memory_utilization": 0.5}
+    path = run.work / f"throughput/{name}.json"
+    run_script(str(python), RATES, {"model": str(model), "options": options, **sizes}, path)
+    return json.loads(path.with_suffix(".rates.json").read_text())
 
 
 # peers
