@@ -197,6 +197,13 @@ def test_a_text_of_a_file_is_asked_for(place, audit, refuse):
     assert (code, made["verdict"], made["calibration"]["source"]) == (0, "identical", "other.txt")
 
 
+def test_a_text_for_a_job_without_one_is_refused(place, refuse, tmp_path):
+    output = make(place, "out", "nf4", {}, tmp_path)
+    text = "--reproduce", 1, "--calibration", place / "other.txt"
+    said = refuse(UNSUPPORTED, "verify", output, "--base", place / "model", *text)
+    assert said == ("the job of out used no calibration text", "leave out --calibration")
+
+
 def test_another_source_and_tensors_that_are_not_the_sources_are_found(place, written, audit):
     model, output = written
     code, problems, made = audit(output, place / "other", 1)

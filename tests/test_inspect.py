@@ -527,6 +527,8 @@ def test_names_cannot_steer_the_terminal(made, tmp_path, quantkit):
 def test_what_is_not_there(refuse, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "holds no config.json" in refuse(3, "inspect", "empty")[0]
+    (tmp_path / "empty/a.gguf").touch()
+    assert "give a checkpoint folder, empty/a.gguf or a hub id" == refuse(3, "inspect", "empty")[1]
     (tmp_path / "text.txt").write_text("text")
     assert "is a file" in refuse(3, "inspect", "text.txt")[0]
     (tmp_path / "short.gguf").write_bytes(b"GGUF\3\0\0\0")

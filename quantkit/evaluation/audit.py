@@ -122,6 +122,8 @@ def _request(manifest: Mapping[str, Any], base: str, output: Path, calibration: 
         sizes = bool(job["options"].get("group_size"))
     except (LookupError, TypeError, AttributeError) as error:
         raise QuantkitError(CANNOT.format(output.name), "audit what quantkit wrote", UNSUPPORTED) from error
+    what = f"the job of {output.name} used no calibration text"
+    require(job["calibration"] or not calibration, what, "leave out --calibration", UNSUPPORTED)
     what = "the types of --like are those of a file that the manifest does not name"
     require(not like, what, "audit what was made with other options", UNSUPPORTED)
     source = str(text.get("source", "shipped"))  # of a file the bare name

@@ -10,6 +10,7 @@ import torch
 from quantkit.errors import UNSUPPORTED, QuantkitError, require
 from quantkit.grids.distance import error_up_to_scales
 from quantkit.inspection.clients import of_damaged
+from quantkit.inspection.stored import OF_CACHE
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.gguf.tokenizer_hash import tokenizer_sha256
 from quantkit.models.skeleton import Skeleton
@@ -41,7 +42,7 @@ def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> N
     if problems:
         record["clients"] = of_damaged(record["clients"])
     integrity["problems"] += [problem for problem in problems if problem not in integrity["problems"]]
-    unused = [name for name in checkpoint.names if name not in weights]
+    unused = [name for name in checkpoint.names if name not in weights and not name.endswith(OF_CACHE)]
     integrity.update(deep=True, notes=[f"{name} is no part of the model" for name in unused])
 
 

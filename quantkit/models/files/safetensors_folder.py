@@ -122,7 +122,8 @@ def broken(path: Path, why: str, form: str = "safetensors") -> QuantkitError:
 
 def read_json(path: Path) -> dict:
     """Return a parsed JSON object. Raises QuantkitError for anything else (exit code 3 if it is absent)."""
-    hint = "give a checkpoint folder, a GGUF file or a hub id"
+    gguf = min(path.parent.glob("*.gguf"), default="a GGUF file")
+    hint = f"give a checkpoint folder, {gguf} or a hub id"
     require(path.is_file(), f"{path.parent} holds no {path.name}", hint, NOT_FOUND)
     try:
         return untrusted.parse_object(untrusted.read(path), path)
