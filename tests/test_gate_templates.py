@@ -109,6 +109,23 @@ def test_the_action_ends_at_an_error_and_comments_only_on_pull_requests(shell, s
     assert action.run(inputs) == 0 and action.ran == STEPS and not sent(shell)
 
 
+def test_the_action_reports_what_an_engine_computes(shell, source):
+    """Not the noise of the original there; the report is kept if the engine does not run the model."""
+    inputs = {"model": source, "method": "nf4", "max-kld": "0.5"}
+    action = gate_runs.Action(ACTION, shell, PULL, ROOT)
+    assert action.run(inputs | {"eval-options": f"{EVAL} --engine transformers"}) == 0, action.log
+    record = json.loads(Path(action.outputs()["report"], "result.json").read_text())
+    losses = [model["metrics"]["kld"]["mean"] for model in record["models"][2:]]
+    assert len(losses) == 2 and float(action.outputs()["kld"]) == max(losses)
+
+    pytest.importorskip("xllamacpp")
+    action = gate_runs.Action(ACTION, shell, PULL, ROOT)
+    assert action.run(inputs | {"eval-options": f"{EVAL} --engine llama.cpp"}) == 4
+    assert action.ran == [*STEPS, "Comment the table", "Gate"] and "not everything was measured" in action.log
+    said = "### quantkit eval: all gates passed, the engine did not run 1 model\n"
+    assert said in action.summary and float(action.outputs()["kld"]) == losses[0]
+
+
 def test_the_gitlab_job_passes_then_fails_and_keeps_its_report(shell, source):
     variables = {"QUANTKIT_MODEL": source, "QUANTKIT_METHOD": "nf4", "QUANTKIT_EVAL_OPTIONS": EVAL}
     variables |= {"QUANTKIT_SOURCE": "git+https://host/quantkit", "QUANTKIT_MAX_KLD": "0.5"}
@@ -139,7 +156,7 @@ HOSTILE += nightly("$(touch owned)", "`touch owned`", "'; touch owned; '")
 @pytest.mark.parametrize("text", HOSTILE)
 def test_no_input_is_run_as_shell(tmp_path, text):
     """Every input reaches quantkit as it is, or in words where it is split."""
-    record = json.dumps({"models": [{}, {"metrics": {"kld": {"mean": 0.1}}}]})
+    record = json.dumps({"gates": [{"metric": "kld.mean", "value": 0.1}]})
 
     def quantkit(words):
         for word in words:

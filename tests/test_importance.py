@@ -146,7 +146,7 @@ def test_the_same_bytes_twice_and_what_is_printed(quantkit, tiny_model, small, t
     tiny_model("llama", name="tiny", tokenizer=True)
     code, out, err = quantkit("imatrix", "tiny", *small)
     assert code == 0 and out.startswith("matrices     21\n") and out.endswith("wrote tiny.imatrix.gguf\n")
-    assert "5 sequences of 32 tokens, text.txt text" in out
+    assert "5 sequences of 32 tokens, text.txt" in out
     assert "block 3/3 left 00:00" in err and "error" not in err
     quantkit("imatrix", "tiny", *small, "-o", "deeper/other.gguf", "-q")
     first, second = tmp_path / "tiny.imatrix.gguf", tmp_path / "deeper" / "other.gguf"

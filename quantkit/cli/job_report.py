@@ -13,7 +13,7 @@ from quantkit.capacity.show import duration
 from quantkit.errors import count, name_all
 from quantkit.evaluation.comparison.table import report
 from quantkit.evaluation.of_job import Result
-from quantkit.inspection import clients, look
+from quantkit.inspection import clients, look, show
 from quantkit.inspection.names import of_experts, starred
 from quantkit.models.files import gguf_shards
 from quantkit.quantize.job import Job
@@ -201,7 +201,7 @@ def calibration(made: dict | None, asked: str | None = None) -> str:
     """Return a phrase that describes a calibration set. asked: the text that was given."""
     if made is None:
         return f"none needed: {asked} is not read" if asked else "none needed"
-    return f"{made['samples']} sequences of {made['seqlen']} tokens, {made['source']} text"
+    return f"{made['samples']} sequences of {made['seqlen']} tokens, {show.text_of(made)}"
 
 
 def print_result(result: Result) -> None:

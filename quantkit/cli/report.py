@@ -15,7 +15,11 @@ from quantkit.quantize.staging import may_replace
 
 @flags.command(shared=("overwrite", "quiet"), helps={"overwrite": "Replace an existing page and its plots."})
 def command(
-    results: flags.argument("Results of quantkit eval --json: same text, same first model.", list[Path]),
+    results: flags.argument(
+        "Results of quantkit eval --json: same text, same first model. Of two results for one model, the "
+        "first counts.",
+        list[Path],
+    ),
     output: flags.flag("HTML page to write.", Path, "--output", "-o") = Path("report.html"),
     png: flags.flag("Write the plots next to the page.", bool, "--png") = False,
     **values: Any,

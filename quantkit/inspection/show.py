@@ -95,8 +95,7 @@ def provenance(origin: dict[str, Any] | None) -> str:
         parts.append(f"from {source.get('name')} (sha256 {str(source.get('sha256'))[:12]})")
     if isinstance(calibration, dict):
         parts.append(
-            f"on {calibration.get('samples')} × {calibration.get('seqlen')} tokens of "
-            f"{calibration.get('source')} text"
+            f"on {calibration.get('samples')} × {calibration.get('seqlen')} tokens of {text_of(calibration)}"
         )
     if origin.get("error") is not None:
         parts.append(f"mean relative error {origin['error']:#.2g}")
@@ -105,6 +104,12 @@ def provenance(origin: dict[str, Any] | None) -> str:
         losses = " → ".join(f"{end:.5f}" if isinstance(end, float) else "?" for end in ends)
         parts.append(f"distilled (held-out KL divergence {losses})")
     return ", ".join(parts)
+
+
+def text_of(calibration: dict[str, Any]) -> str:
+    """Return the name of a calibration text in a sentence."""
+    source = calibration.get("source")
+    return "shipped text" if source == "shipped" else str(source)
 
 
 def _print_parts(console: Console, record: dict[str, Any]) -> None:

@@ -185,6 +185,8 @@ JOBS = {
     "gptq ct 8": "gptq --layout compressed-tensors --bits 8", "mxfp4": "fp4 --format mxfp4",
     "mxfp8": "fp8 --format mxfp8", "w4a8 int8": "gptq --layout compressed-tensors --activations int8",
     "w4a8 fp8": "gptq --layout compressed-tensors --activations fp8",
+    "gptq head 8": "gptq --head 8", "fp8 modelopt": "fp8 --layout modelopt",
+    "fp4 modelopt": "fp4 --layout modelopt",
 }  # fmt: skip
 LARGE = ("gptq", "gptq host", "gguf", "nf4", "fp8", "awq", "mxfp4")
 WHOLE = ("gptq", "gptq host", "gguf", "nf4", "fp8", "fp4", "awq")

@@ -45,9 +45,10 @@ def environment(run: Run, tool: str, note: str = "") -> Path:
 
 # vllm
 
-ON_A_GPU = ("mxfp8", "w4a8 fp8")  # vLLM's CPU build has no kernel for them
+ON_A_GPU = ("mxfp8", "w4a8 fp8", "gptq head 8", "fp4 modelopt")  # vLLM's CPU build has no kernel for them
 CHECKPOINTS = (
-    "gptq", "awq", "gptq ct", "gptq ct 8", "w4a8 int8", "fp8", "w8a8", "fp4", "fp4 inputs", *ON_A_GPU
+    "gptq", "awq", "gptq ct", "gptq ct 8", "w4a8 int8", "fp8", "w8a8", "fp4", "fp4 inputs",
+    "fp8 modelopt", *ON_A_GPU
 )  # fmt: skip
 NO_FP4 = "vLLM's CPU build has no kernel for 4-bit floats"
 BLACKWELL = 10  # capability from which a device multiplies in 4 bit

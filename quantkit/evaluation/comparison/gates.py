@@ -81,10 +81,13 @@ def look_up(model: dict, path: str) -> float | None:
 
 
 def judge(gates: Sequence[Gate], models: Sequence[dict]) -> list[dict]:
-    """Return the verdict of every gate on every candidate as JSON. models: records, the base first."""
-    verdicts = []
+    """Return the verdict of every gate on every candidate as JSON. models: records, the base first; the base
+    in an engine is no candidate."""
+    verdicts, candidates = [], models[1:]
+    if candidates and candidates[0].get("engine"):
+        candidates = candidates[1:]
     for gate in gates:
-        for model in models[1:]:
+        for model in candidates:
             value = look_up(model["metrics"], gate.metric)
             passed = value is not None and OPERATORS[gate.op][0](value, gate.limit)
             limit = {"metric": gate.metric, "op": gate.op, "limit": gate.limit}

@@ -49,11 +49,16 @@ def record(
 def refuse_declined(record: dict) -> None:
     """Raise QuantkitError, with the record, if the engine did not run a candidate. An original that it does
     not load, such as a folder in llama.cpp, is no error."""
-    original = record["models"][0]["source"]
-    errors = [error for source, error in record["engine_declined"].items() if source != original]
+    errors = not_run(record)
     for first in errors[:1]:
         messages = [error["message"] for error in errors]
         refuse_problems(record, messages, first["exit_code"], first["hint"])
+
+
+def not_run(record: dict) -> list[dict]:
+    """Return the errors of candidates that the engine did not run."""
+    original, errors = record["models"][0]["source"], record.get("engine_declined") or {}
+    return [error for source, error in errors.items() if source != original]
 
 
 def environment(device: str) -> dict:

@@ -1,8 +1,10 @@
 """A comparison of models as a report, or as Markdown for a pull request."""
 
+from quantkit.errors import count
 from quantkit.evaluation.comparison.columns import UNITS, columns, footnotes, label_by_source, labels, rows
 from quantkit.evaluation.comparison.figures import figures
 from quantkit.evaluation.comparison.gates import describe
+from quantkit.evaluation.comparison.record import not_run
 from quantkit.evaluation.comparison.report import Report, Table
 
 
@@ -34,6 +36,8 @@ def markdown(record: dict) -> str:
     passed = [verdict["pass"] for verdict in record["gates"]]
     failed = f"{passed.count(False)} of {len(passed)} gates failed"
     result = f": {'all gates passed' if all(passed) else failed}" if passed else ""
+    if missing := len(not_run(record)):
+        result += f"{',' if passed else ':'} the engine did not run {count(missing, 'model')}"
     lines = [f"### quantkit eval{result}", "", *gates, "", *grid, "", *foot]
     return "\n".join(lines) + "\n\n"  # the next step's summary begins its own paragraph
 

