@@ -9,8 +9,7 @@ from quantkit.layouts import LinearSpec, Statistic
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import schedule
-from quantkit.quantize.calibrate.execution import Execution
-from quantkit.quantize.calibrate.measure import Measuring
+from quantkit.quantize.calibrate.measure import Execution, Measuring
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, Block, find_sites
 from quantkit.quantize.calibrate.states import States
 from quantkit.quantize.timings import Timings

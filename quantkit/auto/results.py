@@ -189,7 +189,7 @@ class Search:
         """Measure models in float32, also with types of the KV cache."""
         self._next_step()
         self._progress.phase("measuring on held-out text")
-        device, listen = self._auto.job.plan.execution.torch_device, self._progress.evaluating
+        device, listen = self._auto.job.skeleton.device, self._progress.evaluating
         asked = {"chosen": METRICS, "kv_dtypes": caches}
         measured = evaluate.evaluate(models, self._auto.windows, torch.float32, device, listen, **asked)
         return measured["models"]

@@ -55,7 +55,7 @@ def run(jobs: Sequence[Job], windows: Windows | None, progress: Progress) -> Res
     summaries, evaluation = loop.run(jobs, progress), None
     outputs = [Path(summary.output) for summary in summaries]
     if windows:
-        device = jobs[0].plan.execution.torch_device
+        device = jobs[0].skeleton.device
         evaluation = measure(jobs[0].checkpoint, outputs, windows, device, progress.evaluating)
         for output in outputs if distributed.rank() == 0 else ():
             card.add(evaluation, output)

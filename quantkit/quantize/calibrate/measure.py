@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 from torch import Tensor
@@ -14,13 +14,33 @@ from quantkit.models.machine.memory import MAPPED_BYTES, return_freed_pages
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import capture
 from quantkit.quantize.calibrate.capture import SiteSums
-from quantkit.quantize.calibrate.execution import Execution
 from quantkit.quantize.calibrate.original import Original
 from quantkit.quantize.calibrate.sites import Block, Site
 from quantkit.quantize.calibrate.states import States
 from quantkit.quantize.calibrate.statistics import Choice, SiteStatistics
 from quantkit.quantize.calibrate.view import BlockView
 from quantkit.quantize.timings import Timings
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a job runs. All fields but the last two affect the output's bytes and are in the fingerprint.
+
+    batch_size: sequences per forward pass. states: `device`, `host` or `disk`, where the hidden states are
+    kept. at_once: how many sites of experts one repeated pass measures, and an accelerator solves together.
+    """
+
+    dtype: str
+    device: str
+    batch_size: int
+    sequential: str
+    threads: int
+    states: str = "device"
+    at_once: int = 1
+
+    def decisive(self) -> dict:
+        """Return the fields that affect the output's bytes."""
+        return {name: value for name, value in asdict(self).items() if name not in ("states", "at_once")}
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from quantkit.models.machine.memory import Limit, room
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.streaming import streamed
 from quantkit.options import RunOptions, size_bytes
-from quantkit.quantize.calibrate.execution import Execution
+from quantkit.quantize.calibrate.measure import Execution
 from quantkit.quantize.methods import BuiltMethod
 from quantkit.quantize.prepare import memory
 from quantkit.quantize.prepare.memory import COMFORT, Peak
