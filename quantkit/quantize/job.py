@@ -74,7 +74,7 @@ class Job:
     @property
     def copied(self) -> dict[str, int]:
         """Bytes of each module outside the language model that is copied."""
-        return self.method.output.copied(self.material)
+        return {} if self.staging.one_file else self.material.modules
 
     @property
     def refused(self) -> dict | None:

@@ -168,7 +168,6 @@ class Gguf(Method):
         if not feedback and origin != "auto":
             _check_importance(choices, importance, origin)
         label = mixtures.of_file(Path(options.like))[0] if options.like else self.stored_as
-        left_out = copied_modules(skeleton.model, skeleton.names, checkpoint)
         output = GgufOutput(
             targets=tuple(targets),
             types={choice.name: choice.type for choice in choices},
@@ -176,10 +175,9 @@ class Gguf(Method):
             imatrix=importance,
             gathers=origin == "auto",
             origin="gathered by quantkit" if origin == "auto" else origin,
-            left_out={module.name: module.nbytes for module in left_out},
         )
-        if left_out:
-            names = name_all(list(output.left_out))
+        if left_out := copied_modules(skeleton.model, skeleton.names, checkpoint):
+            names = name_all(module.name for module in left_out)
             notes.append(f"not written, because the file holds a language model alone: {names}")
         notes += configuration.notes(checkpoint.text_config)
         linears = output.linears

@@ -43,6 +43,11 @@ class Material:
         return copied_modules(self.skeleton.model, self.skeleton.names, self.checkpoint)
 
     @property
+    def modules(self) -> dict[str, int]:
+        """Bytes of each of these modules. A folder has copies of them, a GGUF file leaves them out."""
+        return {module.name: module.nbytes for module in self.outside}
+
+    @property
     def config(self) -> dict:
         """`quantization_config` of config.json."""
         return self.layout.config(self.specs, self._spared)

@@ -200,7 +200,7 @@ def summarize(
         fallbacks={record["name"]: record["fallback"] for record in records if record["fallback"]},
         notes={record["name"]: record["notes"] for record in records if record["notes"]},
         kept_parameters=job.kept_parameters,
-        left_out=dict(job.method.output.left_out),
+        left_out=job.material.modules if job.staging.one_file else {},
         copied=job.copied,
         experts=_expert_tokens(job, records),
         outlier_columns=recorded("outlier_columns"),

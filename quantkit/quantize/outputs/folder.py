@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from quantkit import __version__
@@ -38,14 +37,10 @@ RECIPE_RUN = ("exclude", "override", "experts", "allow_requantize", "max_shard_g
 
 
 class Output:
-    """A checkpoint folder with the staged blocks and the source's other tensors, byte for byte.
-
-    needs: statistics of calibration text that the output uses. left_out: bytes of each module of the source
-    that is not written.
-    """
+    """A checkpoint folder with the staged blocks and the source's other tensors, byte for byte. needs:
+    statistics of calibration text that the output uses."""
 
     needs = frozenset()
-    left_out: Mapping[str, int] = MappingProxyType({})
 
     def of_job(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> Output:
         """Return the output of a job with these linears."""
@@ -90,17 +85,13 @@ class Output:
             planned.append(Planned(local, block, (spec.out_features, spec.in_features), becomes))
         return planned
 
-    def copied(self, material: Material) -> dict[str, int]:
-        """Return the bytes of each module outside the language model. These modules are copied unchanged."""
-        return {module.name: module.nbytes for module in material.outside}
-
     def install_rest(
         self, material: Material, solver: Solver, measure_head: MeasureHead, progress: Progress
     ) -> None:
         """Install tensors outside the blocks as the output stores them, before the first block runs. A folder
         stores all but the embedding unchanged."""
-        if copied := self.copied(material):
-            progress.phase(f"copying byte for byte: {name_all(copied)}")
+        if material.outside:
+            progress.phase(f"copying byte for byte: {name_all(material.modules)}")
         for row in (row for row in material.specs if row.embedding):
             outside.install_embedding(row, material, solver, measure_head, progress)
 
@@ -139,7 +130,7 @@ class Output:
 
     def sign(self, draft: Draft, **more: Any) -> None:
         """Write the manifest, `more` and the checksums, which `write` has begun to compute."""
-        staging, copied = draft.material.staging, self.copied(draft.material)
+        staging, copied = draft.material.staging, draft.material.modules
         written = {"files": staging.sums.result()} | ({"copied": copied} if copied else {})
         write_json(staging.assembled / MANIFEST, draft.manifest | written | more)
 

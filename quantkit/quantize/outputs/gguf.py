@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,7 @@ class GgufOutput(Output):
     """See `Output`. targets: tensors of the file. types: of these, by name. metadata: of the file.
 
     imatrix: importance of input columns for encoding; None: all equal, or not measured yet. gathers: it is
-    measured on calibration text first. origin: where the importance comes from. left_out: bytes of each
-    module outside the language model.
+    measured on calibration text first. origin: where the importance comes from.
     """
 
     targets: tuple[Target, ...]
@@ -66,7 +65,6 @@ class GgufOutput(Output):
     imatrix: Imatrix | None = None
     gathers: bool = False
     origin: str = ""
-    left_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def needs(self) -> frozenset[Statistic]:
@@ -150,10 +148,6 @@ class GgufOutput(Output):
                 name, index = (block[2], int(block[1])) if block else (target.name, None)
                 matrices.append(Planned(name, index, target.shape, self.types[target.name]))
         return matrices
-
-    def copied(self, material: Material) -> dict[str, int]:
-        """Return {}: the file holds only the language model."""
-        return {}
 
     def install_rest(
         self, material: Material, solver: Solver, measure_head: MeasureHead, progress: Progress
