@@ -237,9 +237,6 @@ class Loop:
             if original:
                 self.originals.advance(original.leaving)
         parts.add(cache_peaks.scales(caches, block.specs.values(), self.method.layout.cache_scales))
-        names = [block.specs[name].name for site in block.chosen for name in site.linears]
-        order = {name: at for at, name in enumerate(names)}
-        records.sort(key=lambda record: order[record["name"]])
         check_unchanged(self.job.checkpoint)  # before the block is staged
         with self.timings("write"):
             parts.finish(records)

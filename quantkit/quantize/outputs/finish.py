@@ -78,7 +78,7 @@ def finish(
         dtype = job.plan.execution.dtype
         if expected and (warning := loss.warning(measured, job.request.method.options, dtype)):
             progress.warn(f"{job.staging.output.name}: {warning}" if len(jobs) > 1 else warning)
-        summaries.append(summarize(job, timings, measured))
+        summaries.append(summarize(job, draft.manifest, timings, measured))
         draft.output.describe(draft, summaries[-1])
         job.staging.publish()
     return summaries
@@ -168,18 +168,15 @@ def of_finished(job: Job) -> Summary:
             timings = Timings(seconds=dict(seconds["seconds"]), notes=list(seconds["steps_down"]))
         manifest = headers.at(str(path), path).manifest
         measured = Loss(**manifest["loss"]) if manifest.get("loss") else None
-        records = [linear for linear in manifest["linears"] if "error" in linear]
-        return summarize(job, timings, measured, records)
+        return summarize(job, manifest, timings, measured)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         what = f"the manifest or the timings of {path} are damaged: {first_line(error)}"
         raise QuantkitError(what, "make it again with --overwrite") from error
 
 
-def summarize(
-    job: Job, timings: Timings, measured: Loss | None, records: Sequence[dict] | None = None
-) -> Summary:
-    """Return the report of a verified job. measured: its loss. records: of linears that are not staged."""
-    records = job.staging.records() if records is None else records
+def summarize(job: Job, manifest: dict, timings: Timings, measured: Loss | None) -> Summary:
+    """Return the report of a verified job. measured: its loss."""
+    records = [linear for linear in manifest["linears"] if "error" in linear]
 
     def recorded(key: str) -> dict[str, Any]:
         return {record["name"]: record[key] for record in records if key in record}
