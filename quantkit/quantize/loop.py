@@ -29,7 +29,7 @@ from quantkit.quantize.calibrate.measure import Measuring
 from quantkit.quantize.calibrate.original import Original
 from quantkit.quantize.calibrate.schedule import Visit
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, Block, find_sites, fused_sites
-from quantkit.quantize.calibrate.states import Place, States
+from quantkit.quantize.calibrate.states import Place, embedded
 from quantkit.quantize.calibrate.view import Transformed
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import Summary, finish
@@ -102,17 +102,15 @@ class Loop:
             self.timings.notes.append(note)
         with self.timings("load"), mapped():
             self.skeleton.load_rest(away=True)
-            self.originals = self._entering(self._sample()) if Statistic.DRIFT in self.method.needs else None
+            self.originals = None
+            if Statistic.DRIFT in self.method.needs:
+                sample = [job.batches[k] for k in self._sample()]
+                self.originals = embedded(self.skeleton, sample, self.place)
         self.curvatures = self._curvatures() if Statistic.CURVATURE in self.method.needs else None
         with self.timings("load"):
             measure_head = partial(of_head, self.skeleton, job.batches, self.place)
             self.method.output.install_rest(job.material, self.method.solver, measure_head, progress)
-        self.states = self._entering(range(len(job.batches)))
-
-    def _entering(self, numbers: Iterable[int]) -> States:
-        """Return the inputs of the first block, of these batches."""
-        entering = (self.skeleton.embed(self.job.batches[k]) for k in numbers)
-        return States(entering, self.skeleton.device, self.place)
+        self.states = embedded(self.skeleton, job.batches, self.place)
 
     def _sample(self) -> list[int]:
         """Return the numbers of this rank's batches that the original model runs on: every n-th of all."""

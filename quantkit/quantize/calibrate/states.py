@@ -94,11 +94,12 @@ class States:
 def embedded(skeleton: Skeleton, ids: Sequence[Tensor], place: Place | None = None) -> States:
     """Return the inputs of the first block for batches of `ids`. place: where to keep them; None: the device
     if they fit, else the host."""
-    first, device = skeleton.embed(ids[0]), skeleton.device
+    entering, device = map(skeleton.embed, ids), skeleton.device
     if place is None:
+        first = next(entering)
         crowded = is_accelerator(device) and first.nbytes * len(ids) > SHARE * free_memory(device)
-        place = Place("host") if crowded else HERE
-    return States(chain([first], map(skeleton.embed, ids[1:])), device, place)
+        place, entering = Place("host") if crowded else HERE, chain([first], entering)
+    return States(entering, device, place)
 
 
 class Spill:
