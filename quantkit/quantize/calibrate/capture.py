@@ -242,9 +242,14 @@ class SiteSums:
 
     def finish(self) -> SiteStatistics:
         """Return the averaged statistics of all ranks. The accumulator cannot be used afterwards."""
-        if distributed.count() > 1:
-            self._gather()
+        self.tokens = sum(distributed.all_gather(self.tokens))
+        for sums in self.sums.values():
+            sums.gather()
         drifting, self.drifting = self.drifting, None
+        kind = drifting and (drifting.halves.shape[1], drifting.outputs, drifting.weighted)
+        if kind := next(filter(None, distributed.all_gather(kind)), None):  # some ranks may have none
+            drifting = drifting or DriftSums(self.in_features, self.device, *kind)
+            drifting.gather()
         if drifting is not None and not drifting.weighted:
             self.sums[Statistic.HESSIAN].sums += drifting.hessian.sums
         tokens = max(self.tokens, 1)
@@ -257,17 +262,6 @@ class SiteSums:
             halves = drifting.halves.mul_(2 / drifting.tokens)
             statistics[Statistic.DRIFT] = Drift(hessian, halves, drifting.outputs, drifting.tokens)
         return statistics
-
-    def _gather(self) -> None:
-        """Add the sums of the other ranks. Some ranks may have seen no counterpart."""
-        self.tokens = sum(distributed.all_gather(self.tokens))
-        for sums in self.sums.values():
-            sums.gather()
-        drifting = self.drifting
-        kind = drifting and (drifting.halves.shape[1], drifting.outputs, drifting.weighted)
-        if kind := next(filter(None, distributed.all_gather(kind)), None):
-            self.drifting = drifting or DriftSums(self.in_features, self.device, *kind)
-            self.drifting.gather()
 
 
 def gather(
