@@ -80,23 +80,6 @@ def round_block(
             skeleton.install(spec, computing, layout.encode(solved.weight))
 
 
-def record(
-    name: str,
-    error: float,
-    rtn_error: float | None = None,
-    fallback: str | None = None,
-    notes: Sequence[str] = (),
-    **facts: Any,
-) -> dict[str, Any]:
-    """Return what the manifest says of a quantized linear.
-
-    error: of the linear's output on the calibration tokens (see Solved); without a Hessian `|dW|² / |W|²` of
-    the stored values. rtn_error, fallback, notes: see Solved. facts: more entries, left out if None.
-    """
-    entry = {"name": name, "error": error, "rtn_error": rtn_error, "fallback": fallback, "notes": list(notes)}
-    return entry | {key: value for key, value in facts.items() if value is not None}
-
-
 @dataclass(frozen=True)
 class Quantizer:
     """Quantizes the linears of one block. parts: receives the packed tensors. transformed: earlier changes to
@@ -204,8 +187,9 @@ class Quantizer:
         values: Tensor,
         source: Tensor | None,
     ) -> dict[str, Any]:
-        """Return the record of a linear, with the error of the stored values, by which a checkpoint can be
-        verified against its source.
+        """Return what the manifest says of a linear, with the error of the stored values, by which a
+        checkpoint can be verified against its source. `error` is that of the outputs (see Solved); without a
+        Hessian `|dW|² / |W|²` of the stored values.
 
         source: after a transform, the source's weight as verification will read it: the fit of scales stops
         before the least error, so the scaled weight has another error.
@@ -216,21 +200,23 @@ class Quantizer:
         notes = [*scaling.get("notes", ()), *solved.notes]
         if lost := int((before & ~kept).sum()):
             notes.append(f"{count(lost, 'group')} of weights became 0, too small for {spec.grid.describe()}")
-        facts, error = {}, solved.error
-        if source is None or error is None:
-            plain = weight_error(weight, values)
-            error = plain if error is None else error
+        plain = weight_error(weight, values) if source is None or solved.error is None else None
+        record = {
+            "name": spec.name,
+            "error": plain if solved.error is None else solved.error,
+            "rtn_error": scaling.get("rtn_error", solved.rtn_error),
+            "fallback": solved.fallback if site.calls else UNREACHED,
+            "notes": notes,
+        }
         if source is None:
-            facts["weight_error"] = plain
+            record["weight_error"] = plain
         else:
-            facts["weight_error_up_to_scales"] = error_up_to_scales(source.to(values.device).float(), values)
-        facts["tokens"] = statistics.tokens if site.pool else None
+            record["weight_error_up_to_scales"] = error_up_to_scales(source.to(values.device).float(), values)
+        if site.pool:
+            record["tokens"] = statistics.tokens
         if Statistic.PEAK in self.solver.needs:
-            facts["outlier_columns"] = self.solver.outliers(statistics[Statistic.PEAK])
-        facts["scaled"] = scaling.get("scaled")
-        fallback = solved.fallback if site.calls else UNREACHED
-        rtn_error = scaling.get("rtn_error", solved.rtn_error)
-        return record(spec.name, error, rtn_error, fallback, notes, **facts)
+            record["outlier_columns"] = self.solver.outliers(statistics[Statistic.PEAK])
+        return record | ({"scaled": scaling["scaled"]} if "scaled" in scaling else {})
 
 
 def _gathered(results: dict) -> dict:

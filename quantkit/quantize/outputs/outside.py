@@ -19,7 +19,7 @@ from quantkit.quantize.outputs import Material, MeasureHead
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
 from quantkit.quantize.solvers.rtn import RtnSolver
-from quantkit.quantize.solving import record, solve
+from quantkit.quantize.solving import solve
 from quantkit.quantize.staging.parts import BlockParts
 
 FINE = 6  # bits: refinement takes half of the time, and the demo model's KL falls by 0.00001 (Q6_K), by 0.2 %
@@ -89,7 +89,8 @@ def install_embedding(
         error = weight_error(weight, torch.cat([rows(part) for part in by_rows.slices(weight)]))
         parts = BlockParts(staging, spec.block)
         parts.add_linear(spec.name, packed)
-        parts.finish([record(spec.name, error, fallback=fallback, weight_error=error)])
+        record = {"name": spec.name, "error": error, "rtn_error": None, "fallback": fallback, "notes": []}
+        parts.finish([record | {"weight_error": error}])
         staging.wait()
 
 
