@@ -52,16 +52,15 @@ class StagedBlocks:
         """Return whether a block is staged and all its files match their sha256."""
         path = self.path(index)
         if path.is_file() and index not in self._whole:
-            files = _files(_record(path))
-            paths = [self.folder / name for name in files]
-            exist = files and all(map(Path.is_file, paths))
-            if exist and [checksums.of_file(file) for file in paths] == [*files.values()]:
+            files = {self.folder / name: sum for name, sum in _record(path)["files"].items()}
+            exist = files and all(map(Path.is_file, files))
+            if exist and [checksums.of_file(file) for file in files] == [*files.values()]:
                 self._whole.add(index)
         return index in self._whole
 
     def records(self) -> list[dict]:
         """Return the records of the linears of all blocks."""
-        return [linear for index in self.there() for linear in (_record(self.path(index)) or {})["linears"]]
+        return [linear for index in self.there() for linear in _record(self.path(index))["linears"]]
 
     def infos(self, index: int) -> dict[str, TensorInfo]:
         """Return file and offset of a block's tensors, by stored name."""
@@ -123,17 +122,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _record(path: Path) -> dict | None:
-    """Return the record of the block at `path`; None if missing or damaged."""
+def _record(path: Path) -> dict:
+    """Return the record of the block at `path`, without files if it is missing, damaged or names other
+    folders."""
     try:
         record = untrusted.parse(untrusted.read(path.with_suffix(".json"), RECORD_BYTES))
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("linears"), list) else None
-
-
-def _files(record: dict | None) -> dict[str, str]:
-    """Return the sha256 of every file of a block; {} if the record is missing or names other folders."""
-    files = (record or {}).get("files")
-    named = isinstance(files, dict) and all(Path(name).name == name for name in files)
-    return files if named else {}
+        named = isinstance(record["files"], dict) and all(Path(name).name == name for name in record["files"])
+        whole = named and isinstance(record["linears"], list)
+    except (OSError, ValueError, LookupError, TypeError):
+        whole = False
+    return record if whole else {"files": {}}
