@@ -94,7 +94,7 @@ def prepare_all(request: Request, progress: Progress, dry_run: bool = False) -> 
     requests = [linears.settled(single) for single in request.each()]
     outputs = [single.destination for single in requests]
     if request.resume:
-        left = finished.left(requests, request.overwrite)
+        left = [single for single in requests if not finished.is_made(single)]
         requests = left or (requests if request.overwrite else [])
     elif len(requests) > 1 and not request.overwrite and not dry_run:
         may_replace.check_new(outputs)

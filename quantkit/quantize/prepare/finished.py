@@ -1,10 +1,9 @@
 """Find outputs that an earlier run finished, for `--resume`."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
-from quantkit.errors import USAGE, QuantkitError, name_all
+from quantkit.errors import USAGE, name_all, require
 from quantkit.models.files import gguf_shards, headers, untrusted
 from quantkit.models.machine.device import choose_device
 from quantkit.quantize.prepare.request import Request
@@ -18,24 +17,14 @@ def is_finished(request: Request) -> bool:
     return gguf_shards.first(staging.output).exists() and not staging.folder.exists()
 
 
-def left(requests: Sequence[Request], overwrite: bool) -> list[Request]:
-    """Return the requests of one command whose outputs are not finished.
-
-    Raises QuantkitError if another job made a finished output. With `overwrite`, every finished output counts
-    as made by the resumed command.
-    """
-    done = is_finished if overwrite else check
-    return [request for request in requests if not done(request)]
-
-
-def check(request: Request) -> bool:
+def is_made(request: Request) -> bool:
     """Return whether the output is finished. Raises QuantkitError listing the differences if another job made
-    it."""
-    different = unlike(request)
-    if different:
-        output = request.destination
-        what = f"{output} is the finished output of another job; different: {name_all(different)}"
-        raise QuantkitError(what, f"choose another -o, or replace {output} with --overwrite", USAGE)
+    it. With --overwrite, every finished output counts as made by the resumed command."""
+    if request.overwrite:
+        return is_finished(request)
+    different, output = unlike(request), request.destination
+    what = f"{output} is the finished output of another job; different: {name_all(different or ())}"
+    require(not different, what, f"choose another -o, or replace {output} with --overwrite", USAGE)
     return different is not None
 
 
