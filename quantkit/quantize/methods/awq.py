@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from quantkit.errors import USAGE, QuantkitError, require
+from quantkit.errors import USAGE, require
 from quantkit.layouts import Layout, Width
 from quantkit.layouts.awq import AwqLayout
 from quantkit.options import option
 from quantkit.quantize.methods import MethodOptions, Work, _options
-from quantkit.quantize.methods._affine import AffineMethod, check_grid
+from quantkit.quantize.methods._affine import AffineMethod
 
 if TYPE_CHECKING:
     from quantkit.grids.affine import AffineGrid
@@ -66,14 +66,9 @@ class Awq(AffineMethod):
         return AwqLayout(options.group_size, not options.sym)
 
     def check(self) -> None:
-        options = self.options
-        check_grid(options.bits, options.group_size)
-        if options.bits != 4 and options.layout == "awq":
-            hint = "add --layout compressed-tensors, which holds 2 to 8, or --layout mlx"
-            raise QuantkitError(f"the awq layout holds 4 bit, not --bits {options.bits}", hint, USAGE)
         super().check()
-        what = f"--candidates {options.candidates} leaves nothing to search"
-        require(options.candidates >= 2, what, "choose 2 or more", USAGE)
+        what = f"--candidates {self.options.candidates} leaves nothing to search"
+        require(self.options.candidates >= 2, what, "choose 2 or more", USAGE)
 
     def grid(self, width: Width, name: str) -> AffineGrid:
         from quantkit.grids.affine import AffineGrid
