@@ -18,7 +18,6 @@ from quantkit.quantize.methods import BuiltMethod, Method, MethodOptions, Work, 
 
 if TYPE_CHECKING:
     from quantkit.grids.ggml.block import BlockGrid
-    from quantkit.layouts import Width
     from quantkit.models.files.checkpoint import Checkpoint
     from quantkit.models.gguf.imatrix import Imatrix
     from quantkit.models.gguf.tensors import Target
@@ -135,10 +134,6 @@ class Gguf(Method):
         files = [replace(self, options=replace(self.options, type=(name,))) for name in types]
         return [(file, gguf_shards.destination(output, f"{model}-{file.suffix}")) for file in files]
 
-    def overridden(self, in_features: int, override: Override) -> Width:
-        """Raise QuantkitError: types are chosen by other options."""
-        raise override.refused("use --tensor-type for GGUF files")
-
     def build(self, skeleton: Skeleton | None = None, calibrated: bool = False) -> BuiltMethod:
         """Return the parts of a job. Every tensor's type is chosen here, from names and shapes."""
         from quantkit.grids.ggml import TYPES, named
@@ -184,7 +179,7 @@ class Gguf(Method):
 
         def make_grid(name: str, in_features: int, override: Override | None) -> BlockGrid | None:
             if override:
-                self.overridden(in_features, override)
+                raise override.refused("use --tensor-type for GGUF files")
             type = output.types.get(linears.get(name))
             return named(type) if solved and type in TYPES else None
 
