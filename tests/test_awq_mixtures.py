@@ -13,9 +13,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from quantkit.grids.affine import AffineGrid
 from quantkit.models.skeleton.experts import Experts
 from quantkit.quantize.solvers import loss, rtn
-from quantkit.quantize.transforms import awq, expert_folds, scaling
+from quantkit.quantize.transforms import awq, scaling
 from quantkit.quantize.transforms.awq import AwqScaling
-from quantkit.quantize.transforms.fold import Fold, find_folds
+from quantkit.quantize.transforms.fold import Fold, find_folds, find_in_expert
 from quantkit.quantize.transforms.probe import probing
 from quantkit.quantize.transforms.scaling import UNFOLDED, Losses
 
@@ -125,9 +125,7 @@ def test_experts_that_no_token_of_the_probe_reaches_are_proven_all_the_same(benc
         entering = probe.run().inputs
     view = made.view(lambda name: AffineGrid(4, 32), made.statistics())
     known, expert = {}, "feed_forward.experts.{}.{}"
-    found = [
-        fold for each in expert_folds.views(view, entering, ()) for fold in expert_folds.find(each, known)
-    ]
+    found = [fold for each in view.experts(entering, ()) for fold in find_in_expert(each, known)]
     assert [fold.producer.name for fold in found] == [expert.format(e, "up_proj") for e in range(32)]
     assert [fold.columns for fold in found] == [(expert.format(e, "down_proj.weight"),) for e in range(32)]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import Tensor, nn
 
 from quantkit.grids.grid import Grid
+from quantkit.models.skeleton.experts import Experts
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.calibrate.statistics import SiteStatistics
 
@@ -41,6 +43,23 @@ class BlockView:
     def is_away(self, site: Site) -> bool:
         """Return whether a site belongs to an expert that is not in memory."""
         return not self.away.isdisjoint(site.linears)
+
+    def experts(self, entering: Mapping[str, Tensor], folded: Collection[Site]) -> Iterator[BlockView]:
+        """Yield a view of each expert with sites to be quantized and not in `folded`. entering: a few tokens
+        for each layer, `[tokens, in]` float32, which run through all its experts."""
+        for name, layer in self.block.named_modules():
+            if not isinstance(layer, Experts):
+                continue
+            tokens = entering[f"{name}.entering"]
+            tokens = tokens[tokens.any(-1)]
+            for index in range(layer.count):
+                expert = f"{name}.{index}"
+                inside = (site for site in self.statistics if site.linears and site not in folded)
+                sites = [site for site in inside if site.linears[0].startswith(f"{expert}.")]
+                if sites:
+                    statistics = {site: self.statistics[site] for site in sites}
+                    probe = partial(layer.alone, index, tokens)
+                    yield replace(self, sites=sites, statistics=statistics, probe=probe, expert=expert)
 
     def shared(self, site: Site) -> Site:
         """Return the site at which all experts of a layer read, for an expert's site; others unchanged."""

@@ -9,7 +9,7 @@ no linear. If no other inputs and not the block's output have changed, the scale
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.calibrate.view import BlockView
-from quantkit.quantize.transforms.probe import Observation, Probe, assign, equal
+from quantkit.quantize.transforms.probe import Observation, Probe, assign, equal, probing
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,21 @@ def find_folds(probe: Probe, candidates: Callable[..., Iterator[Producer]] | Non
             if fold is not None and site in fold.sites:
                 folds.append(fold)
                 break
+    return folds
+
+
+def find_in_expert(view: BlockView, known: dict[str, list[Producer]]) -> list[Fold]:
+    """Return the folds inside the expert of a view, which affect nothing else in its layer. Experts of a
+    layer have equal modules, so the producers of the first expert are the candidates for all others, and are
+    proven there. known: these producers by layer, with names inside the expert."""
+    layer, prefix = view.expert.rpartition(".")[0], f"{view.expert}."
+    with probing(view) as probe:
+        if layer in known:
+            candidates = [replace(each, name=prefix + each.name) for each in known[layer]]
+            return find_folds(probe, lambda *_: iter(candidates))
+        folds = find_folds(probe)
+    producers = (fold.producer for fold in folds)
+    known[layer] = [replace(each, name=each.name.removeprefix(prefix)) for each in producers]
     return folds
 
 

@@ -30,8 +30,7 @@ from quantkit.quantize.calibrate.sites import Block, Site
 from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.calibrate.view import BlockView, Transformed
 from quantkit.quantize.solvers import measured, row_losses
-from quantkit.quantize.transforms import expert_folds
-from quantkit.quantize.transforms.fold import Fold, Producer, find_folds
+from quantkit.quantize.transforms.fold import Fold, Producer, find_folds, find_in_expert
 from quantkit.quantize.transforms.probe import assign, in_float32, probing
 
 SCALED_ROWS = 512  # rows looked at together, at least
@@ -97,14 +96,14 @@ class ColumnScaling:
         """Scale the folds whose loss falls, also inside experts in memory; note which sites of `result` have
         no fold. Returns the column scales of linears that are not in memory."""
         here = replace(view, statistics=dict(result.statistics))
-        experts = list(expert_folds.views(here, later.entering, later.folded))
+        experts = list(here.experts(later.entering, later.folded))
         inside = {site for expert in experts for site in expert.sites}
         self._leave(here, [site for site in here.statistics if site not in later.folded | inside], result)
         columns: dict[str, Tensor] = {}
         for fold in folds:
             columns |= self._scale(view, fold, result)
         for expert in experts:
-            inner_folds = expert_folds.find(expert, later.known)
+            inner_folds = find_in_expert(expert, later.known)
             folded = {site for fold in inner_folds for site in fold.sites}
             self._leave(expert, [site for site in expert.sites if site not in folded], result)
             for fold in inner_folds:
