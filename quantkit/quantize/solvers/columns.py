@@ -28,6 +28,7 @@ from quantkit.quantize.solvers.batching import add_product, as_batch, by_matrix
 BATCH = 128  # columns between two lazy updates; the paper's B
 RUN, LONG_RUN = 32, 128  # minimum and maximum run updated column by column
 RUN_TEMPORARIES = 4  # tensors of the size of a run
+TINY = torch.finfo(torch.float32).tiny
 
 
 def chain_for(device: torch.device, grid: Grid) -> Callable[..., None] | None:
@@ -163,3 +164,15 @@ class Columns:
             add_product(self.lost[None], self.D[..., None, run], squares)
             start = run.stop
         return params
+
+
+def values_of(levels: Tensor, step: Tensor, low: Tensor) -> Tensor:
+    """Return `step * level - low`, `[..., group_size, out]`; step, low: `[..., sub-blocks, out]`."""
+    values = levels.unflatten(-2, (step.shape[-2], -1)) * step.unsqueeze(-2)
+    return values.sub_(low.unsqueeze(-2)).flatten(-3, -2)
+
+
+def best_factor(along: Tensor, power: Tensor) -> Tensor:
+    """Return the best factor of values V, from `<R, V>` and `<V, H V>`; 1 if it is not above 0."""
+    factor = 1 + along / power.clamp(min=TINY)
+    return torch.where((power > 0) & (factor > 0), factor, 1.0)

@@ -4,7 +4,7 @@ The sweep fixes each column before it knows the later columns. Once all columns 
 chosen again (cyclic coordinate descent, as in QuantEase, Behdin et al. 2023, arXiv:2309.01885, section 3).
 With the residual `R = H Eᵀ`, the loss `tr(E H Eᵀ)` along column j is least at `ŵ_j + R_j / H_jj`, so moving
 to the nearest grid value never raises the loss. Likewise, a group's values `V` have a best common factor,
-`1 + <R, V> / <V, H V>`, which is multiplied into the scale (`scales.py`).
+`1 + <R, V> / <V, H V>`, which is multiplied into the scale.
 
 A visit of a group moves its columns, then its scales. What may move at once differs, and so do the products
 that keep the residual up to date:

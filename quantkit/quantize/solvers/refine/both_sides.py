@@ -13,8 +13,7 @@ from torch import Tensor
 from quantkit.grids.grid import Grid, each_of, select
 from quantkit.grids.grid import rows as rows_of
 from quantkit.grids.levels import NO_STEP
-from quantkit.quantize.solvers.columns import RUN, Chosen
-from quantkit.quantize.solvers.refine.scales import best_factor, values_of
+from quantkit.quantize.solvers.columns import RUN, Chosen, best_factor, values_of
 
 DESCENT_ROWS = 128  # rows visited together
 

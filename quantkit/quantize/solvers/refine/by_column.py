@@ -15,8 +15,7 @@ from torch import Tensor
 
 from quantkit.grids.grid import Grid, select
 from quantkit.quantize.solvers.batching import by_matrix
-from quantkit.quantize.solvers.columns import LONG_RUN, RUN, Chosen, chain_for
-from quantkit.quantize.solvers.refine.scales import best_factor, values_of
+from quantkit.quantize.solvers.columns import LONG_RUN, RUN, Chosen, best_factor, chain_for, values_of
 from quantkit.quantize.solvers.replay import Replays
 
 

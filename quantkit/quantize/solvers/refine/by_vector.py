@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.grid import Grid, select
-from quantkit.quantize.solvers.columns import Chosen
-from quantkit.quantize.solvers.refine.scales import best_factor
+from quantkit.quantize.solvers.columns import Chosen, best_factor
 
 
 def refine(chosen: Chosen, grid: Grid, hessian: Tensor, cycles: int) -> None:
