@@ -186,7 +186,8 @@ def resumable(
                 raise QuantkitError(message, "measure with: quantkit eval", codes[0]) from error
             existing = [path for path in folders if path.exists()]
             what = f"{word}; {words()} kept in {existing[0]}" if existing else word
-            if existing and kept is None and all(stage.begun() for stage in stages):
+            begun = len(existing) == len(folders) and not any(stage.there() for stage in stages)
+            if begun and kept is None:
                 what = f"{word}; no block is finished yet"
             hint = f"continue with: {_again()}" if existing or finished else f"begin again with: {_typed()}"
             raise QuantkitError(what, hint, codes[0]) from error

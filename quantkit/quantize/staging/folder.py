@@ -100,7 +100,16 @@ class Staging(StagedBlocks):
                     yield
             return
         self.lasting = lasting
-        self._open(fingerprint, resume)
+        stored = self.stored_fingerprint() if resume else None
+        different = differences(stored, fingerprint) if stored else []
+        what = f"{self.folder} holds another job; different: {name_all(different)}"
+        hint = "repeat the options of the first run, or start again with --overwrite"
+        require(not different, what, hint, USAGE)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._acquire()
+        if not stored:
+            _clear(self.folder)  # files of another job
+        self.sign(fingerprint)
         try:
             yield
         except QuantkitError as error:
@@ -112,18 +121,6 @@ class Staging(StagedBlocks):
         finally:
             self._writer.shutdown()
             self._lock.close()
-
-    def _open(self, fingerprint: dict, resume: bool) -> None:
-        stored = self.stored_fingerprint() if resume else None
-        different = differences(stored, fingerprint) if stored else []
-        what = f"{self.folder} holds another job; different: {name_all(different)}"
-        hint = "repeat the options of the first run, or start again with --overwrite"
-        require(not different, what, hint, USAGE)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._acquire()
-        if not stored:
-            _clear(self.folder)  # files of another job
-        self.sign(fingerprint)
 
     def sign(self, fingerprint: dict) -> None:
         """Write the job's fingerprint."""
@@ -214,10 +211,6 @@ class Staging(StagedBlocks):
         if published:
             self.discard()
         return published
-
-    def begun(self) -> bool:
-        """Return whether the folder exists but holds no finished block."""
-        return self.folder.exists() and not self.there()
 
     @property
     def assembled(self) -> Path:
