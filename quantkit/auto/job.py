@@ -36,9 +36,7 @@ from quantkit.text.calibration import HELD_OUT, MOST_HELD_OUT, hold_out
 DEFAULTS = {f"quant.{name}": getattr(AutoOptions, name) for name in ("solver", "target", "head")}
 STATISTICS_TOKENS = 32768  # maximum of tokens for Hessians
 LEAST_TOKENS = 1000  # measured on fewer tokens, sensitivities and comparisons are chance
-# Rounding hidden states to 16 bit adds divergence: on the bundled model as much as 4 bit weights do, which
-# hides the gain of more bits.
-MEASURED_IN = "float32"
+MEASURED_IN = "float32"  # rounding hidden states to 16 bit adds divergence, which hides the gain of more bits
 KEPT_IN = torch.bfloat16  # type of the usual weights; much finer than the candidates' rounding
 TABLE = "sensitivities.json"
 # Manifest and model card, whose recipe names many linears, in all and per linear: SmolLM2's 210 take 207 kB.

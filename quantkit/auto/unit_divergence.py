@@ -4,9 +4,7 @@ Hidden states of a few tokens run block by block through the original model and 
 units have their usual candidates. At each block, each unit is replaced by its measured candidate in turn.
 Each result starts a stream of hidden states, which runs through the later blocks of the usual model. At the
 output the stream's divergence from the usual model is measured, because it is a sum of squares: to second
-order it depends on the replaced unit alone. The change of the divergence from the original also has a term
-that is linear in the unit's error. In SmolLM2-135M at 3 bits, the sampling error of this term on 512 tokens
-was as large as most changes.
+order it depends on the replaced unit alone (docs/auto.md).
 
 One block and a limited number of streams are in memory. For further streams, the model is walked again, from
 the block at which the limit was reached.

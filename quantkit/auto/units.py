@@ -79,9 +79,8 @@ def measured(unit: Unit) -> Candidate:
 # ---- divergence of all candidates of a unit, from one measured candidate
 #
 # A unit's divergence is nearly proportional to the squared error of its outputs on calibration text, `tr(dW H
-# dWᵀ)`, for every grid: on the bundled model the factor varies by a tenth between 2 and 6 bits, but 250-fold
-# between units. So one candidate is measured. The error of other candidates is that of rounding to nearest,
-# times the solver's gain on the candidate with the most similar error.
+# dWᵀ)`, for every grid. So one candidate is measured. The error of other candidates is that of rounding to
+# nearest, times the solver's gain on the candidate with the most similar error.
 #
 # The JSON of a unit has `errors` by candidate, `Σ tr(dW H dWᵀ)` over linears and tokens / `Σ tr(W H Wᵀ)`:
 # `nearest` for rounding to nearest, all candidates; `solved` for the job's solver, usual and measured
