@@ -112,7 +112,7 @@ class Method(ABC):
 
     work: cost in time and memory with default options. computes: type in which engines multiply, a name of
     `capacity/devices.py`. variants: further formats for plans: name -> (options, type in which engines
-    multiply). unused: options of a run that make no sense for the method.
+    multiply). unused: options of a run that make no sense for the method; most have one width.
     """
 
     options: MethodOptions
@@ -121,7 +121,7 @@ class Method(ABC):
     work: ClassVar[Work]
     computes: ClassVar[str] = "16 bit"
     variants: ClassVar[Mapping[str, tuple[dict[str, Any], str]]] = {}
-    unused: ClassVar[tuple[str, ...]] = ()
+    unused: ClassVar[tuple[str, ...]] = ("override",)
 
     @property
     def name(self) -> str:

@@ -23,6 +23,8 @@ def check_grid(bits: int, group_size: int | None, where: str = "") -> None:
 class AffineMethod(Method):
     """A method with the options `bits`, `group_size`, `sym`, `head`, `embedding` and `layout`."""
 
+    unused = ()
+
     def check(self) -> None:
         """Raise QuantkitError also for bits and groups that the layout cannot hold in any linear, and for
         bits of head or embedding that no client of the layout reads."""

@@ -54,7 +54,6 @@ class Fp4(Method):
     Options = Options
     options: Options
     variants = {"fp4a4": ({"activations": True}, "fp4")}
-    unused = ("override",)
     work = Work(2.2, search=5.0, sample=1 / 8, h200_seconds=10.6)
 
     @property

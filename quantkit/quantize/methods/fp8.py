@@ -71,7 +71,6 @@ class Fp8(Method):
     options: Options
     computes = "fp8"
     variants = {"mxfp8": ({"format": "mxfp8"}, "fp8")}
-    unused = ("override",)
     work = Work(0.1, h200_seconds=4.4)
 
     @property

@@ -31,7 +31,6 @@ class Int8(Method):
     Options = Options
     options: Options
     suffix = "int8"
-    unused = ("override",)
     work = Work(0.085)
 
     @property

@@ -30,7 +30,6 @@ class Nf4(Method):
 
     Options = Options
     options: Options
-    unused = ("override",)
     work = Work(0.14, h200_seconds=3.6)
 
     @property

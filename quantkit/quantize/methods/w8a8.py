@@ -39,7 +39,6 @@ class W8a8(Method):
     Options = Options
     options: Options
     computes = "int8"
-    unused = ("override",)
     work = Work(2.0, search=3.0, sample=1 / 8, whole_rows=True, h200_seconds=12.8)
 
     @property
