@@ -174,7 +174,7 @@ def _material(checkpoint: Checkpoint, to: str, staging: Staging, progress: Progr
     kept = {} if staging.one_file else kept  # a GGUF file has the type of each tensor
     specs = [replace(r, grid=r.grid and _grid(to, r.grid), kept=kept.get(r.name)) for r in specs]
     shard_bytes = None if staging.one_file else int(SHARD_GB * 1e9)
-    return Material(skeleton, specs, layout.of_job(specs), staging, shard_bytes, False)
+    return Material(skeleton, specs, layout.of_job(specs), staging, shard_bytes)
 
 
 def _grid(to: str, grid: AffineGrid) -> Grid:

@@ -85,8 +85,8 @@ class Job:
     def material(self) -> Material:
         """The source and the staged linears that make up the output."""
         shard_gb = self.request.run.max_shard_gb or (None if self.staging.one_file else SHARD_GB)
-        shard_bytes, errors = shard_gb and int(shard_gb * 1e9), Statistic.HESSIAN in self.method.needs
-        return Material(self.skeleton, self.specs, self.method.layout, self.staging, shard_bytes, errors)
+        shard_bytes = shard_gb and int(shard_gb * 1e9)
+        return Material(self.skeleton, self.specs, self.method.layout, self.staging, shard_bytes)
 
 
 def prepare_all(request: Request, progress: Progress, dry_run: bool = False) -> tuple[list[Path], list[Job]]:

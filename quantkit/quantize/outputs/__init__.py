@@ -20,18 +20,14 @@ MeasureHead = Callable[[], SiteStatistics]
 
 @dataclass(frozen=True)
 class Material:
-    """The source and its linears, staged in `layout`, that make up an output.
-
-    shard_bytes: largest size of a file; None: no limit. output_errors: errors of linears are those of their
-    outputs on calibration text, not of their weights.
-    """
+    """The source and its linears, staged in `layout`, that make up an output. shard_bytes: largest size of a
+    file; None: no limit."""
 
     skeleton: Skeleton
     specs: Sequence[LinearSpec]
     layout: Layout
     staging: Staging
     shard_bytes: int | None
-    output_errors: bool
 
     @property
     def checkpoint(self) -> Checkpoint:

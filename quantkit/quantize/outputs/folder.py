@@ -205,7 +205,6 @@ def model_card(
         recipe=recipe_of(manifest),
         load=clients.how_to_load(loaded_by["clients"], name),
         manifest="The metadata" if path.is_file() else f"`{MANIFEST}`",
-        measured="output" if material.output_errors else "weight",
         version=__version__,
         count=count,
         megabytes=megabytes,
