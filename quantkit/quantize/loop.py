@@ -202,29 +202,12 @@ class Loop:
         block, parts = self._block(index, module), BlockParts(self.job.staging, index)
         records: list[dict] = []
         with self._original(block) as original:
-            measuring = Measuring(
-                self.skeleton,
-                block,
-                self.states,
-                self.execution,
-                self.method.needs,
-                self.job.request.run.experts,
-                self.timings,
-                self.job.batch_count,
-                original,
-            )
+            given = self.method.needs, self.job.request.run.experts, self.timings, self.job.batch_count
+            measuring = Measuring(self.skeleton, block, self.states, self.execution, *given, original)
             transformed, visits = self._transform(measuring, parts)
             self._stage_changed(block, transformed, parts)
-            quantizer = self.quantizer(
-                self.skeleton,
-                self.method.solver,
-                self.method.layout,
-                self.timings,
-                block,
-                parts,
-                transformed,
-                self.curvatures,
-            )
+            given = self.method.solver, self.method.layout, self.timings, block, parts
+            quantizer = self.quantizer(self.skeleton, *given, transformed, self.curvatures)
             caching = Statistic.CACHE in self.method.needs
             with closing(visits), cache_peaks.watched(module) if caching else nullcontext({}) as caches:
                 for visit in visits:
