@@ -24,6 +24,7 @@ from quantkit.quantize import loop
 from quantkit.quantize.calibrate import importance
 from quantkit.quantize.outputs import gguf as gguf_output
 from quantkit.quantize.progress import Progress
+from quantkit.quantize.timings import Timings
 
 pytest.importorskip("xllamacpp")
 from llama_cpp import Llama  # noqa: E402
@@ -277,7 +278,7 @@ def test_an_importance_matrix_counts_per_expert(source, tmp_path):
     )
     loop.run([done], Progress())
     skeleton = Skeleton(open_checkpoint(str(source)), torch.float32, torch.device("cpu"))
-    gathered = importance.gather(skeleton, done.batches)
+    gathered = importance.gather(skeleton, done.batches, Progress(), Timings(), None)
     made = importance.as_imatrix(gathered, done.method.output.linears, done.calibration)
     name = "blk.1.ffn_down_exps.weight"
     assert made.counts[name].sum() == 2 * 32  # of every token two experts

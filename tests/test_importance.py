@@ -21,6 +21,7 @@ from quantkit.options import CalibrationOptions
 from quantkit.quantize.calibrate import importance
 from quantkit.quantize.prepare import plan
 from quantkit.quantize.progress import Progress
+from quantkit.quantize.timings import Timings
 from quantkit.text import calibration
 
 CPU = torch.device("cpu")
@@ -75,7 +76,7 @@ def test_means_are_those_of_a_literal_forward(tiny_model, family):
     folder = tiny_model(family)
     batches = [ids(3, 40), ids(2, 40), ids(1, 7)]
     skeleton = Skeleton(open_checkpoint(str(folder)), torch.float32, CPU)
-    found = importance.gather(skeleton, batches)
+    found = importance.gather(skeleton, batches, Progress(), Timings(), None)
     expected = literal(folder, batches)
     assert found.keys() == expected.keys()
     for name, (sums, tokens) in found.items():
@@ -94,7 +95,7 @@ def test_one_block_is_in_memory_at_a_time(tiny_model):
         def block(self, index: int, replayed: bool) -> None:
             loaded.append([not all(p.is_meta for p in block.parameters()) for block in skeleton.blocks])
 
-    importance.gather(skeleton, [ids(1, 16)], Watch())
+    importance.gather(skeleton, [ids(1, 16)], Watch(), Timings(), None)
     assert loaded == [[block == index for block in range(3)] for index in range(3)]
 
 
@@ -102,10 +103,9 @@ def test_one_block_is_in_memory_at_a_time(tiny_model):
 def test_a_gguf_file_of_the_model_has_the_same(tiny_model, tmp_path, family):
     folder = tiny_model(family)
     path = gguf_files.export(folder, tmp_path / "model.gguf")
-    here, there = (
-        importance.gather(Skeleton(open_checkpoint(str(source)), torch.float32, CPU), [ids(2, 24)])
-        for source in (folder, path)
-    )
+    skeletons = (Skeleton(open_checkpoint(str(source)), torch.float32, CPU) for source in (folder, path))
+    silent = Progress(), Timings(), None
+    here, there = (importance.gather(skeleton, [ids(2, 24)], *silent) for skeleton in skeletons)
     assert_sums(*({name: sums for name, (sums, _) in found.items()} for found in (here, there)))
 
 
@@ -134,7 +134,8 @@ def test_the_file_has_llama_cpps_names_and_the_means(quantkit, tiny_model, small
     checkpoint = open_checkpoint("tiny")
     options = CalibrationOptions(calibration="text.txt", samples=5, seqlen=32)
     batches = calibration.load(checkpoint, options).tokens.split(2)
-    expected = importance.gather(Skeleton(checkpoint, torch.float32, CPU), batches)
+    skeleton = Skeleton(checkpoint, torch.float32, CPU)
+    expected = importance.gather(skeleton, batches, Progress(), Timings(), None)
     values = found.values()
     assert {f"blk.{k}.{theirs}.weight" for k in range(3) for theirs in names.values()} == values.keys()
     for k in range(3):

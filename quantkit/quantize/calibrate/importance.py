@@ -34,18 +34,13 @@ Importance = dict[str, tuple[Tensor, int]]
 
 
 def gather(
-    skeleton: Skeleton,
-    batches: Sequence[Tensor],
-    progress: Progress | None = None,
-    timings: Timings | None = None,
-    place: Place | None = None,
+    skeleton: Skeleton, batches: Sequence[Tensor], progress: Progress, timings: Timings, place: Place | None
 ) -> Importance:
     """Return sums of squares of all linears' inputs, over all ranks' batches of token ids `[batch, tokens]`;
     each rank passes its own. place: where hidden states are kept; None: chosen by free memory.
 
     Loads all of the skeleton but its blocks. Raises QuantkitError if activations are not finite.
     """
-    progress, timings = progress or Progress(), timings or Timings(skeleton.device)
     map_large_blocks()
     with timings("load"):
         skeleton.load_rest()
