@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import RESOURCES, UNSUPPORTED, QuantkitError, first_line, require
+from quantkit.models.files import reading
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
 from quantkit.quantize.calibrate.backward import Run, chunk_tokens, through_block, through_head
@@ -42,18 +43,14 @@ class Curvatures:
 
     def __init__(self, blocks: StagedBlocks, device: torch.device):
         self._blocks, self._device = blocks, device
-        self._loaded: tuple[int, dict[str, Tensor]] = -1, {}
 
     def of(self, block: int, local: str) -> Tensor | None:
         """Return G of one linear, float32 `[out, out]`, mean diagonal 1; None if no gradient reached it."""
-        if self._loaded[0] != block:
-            self._loaded = block, self._blocks.read(block)
-        stored = self._loaded[1].get(local)
-        return None if stored is None else stored.to(self._device).float()
+        info = self._blocks.infos(block).get(local)
+        return info and reading.tensor(info).to(self._device).float()
 
     def done_with(self, block: int) -> None:
         """Delete the curvatures of a block."""
-        self._loaded = -1, {}
         self._blocks.forget(block)
 
 
