@@ -44,9 +44,8 @@ class StagedBlocks:
 
     def there(self) -> list[int]:
         """Return the numbers of the blocks that have a main file."""
-        return [
-            int(path.stem.removeprefix("block-")) for path in sorted(self.folder.glob("block-*.safetensors"))
-        ]
+        paths = sorted(self.folder.glob("block-*.safetensors"))
+        return [int(path.stem.removeprefix("block-")) for path in paths]
 
     def is_done(self, index: int) -> bool:
         """Return whether a block is staged and all its files match their sha256."""
