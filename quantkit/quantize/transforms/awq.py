@@ -31,9 +31,7 @@ class AwqScaling(ColumnScaling):
 
     def search(self, losses: Losses, producer: Producer, entering: Entering) -> Tensor | None:
         """See `ColumnScaling`."""
-        magnitudes = [(statistics[Statistic.MAGNITUDE], share) for statistics, share in entering]
-        shares = [magnitude * share for magnitude, share in magnitudes]
-        magnitude = sum(shares) if len(shares) > 1 else magnitudes[0][0]
+        magnitude = sum(statistics[Statistic.MAGNITUDE] * share for statistics, share in entering)
         return search(losses, producer.tied(magnitude), self.n_grid)
 
 
