@@ -17,7 +17,7 @@ from torch import Tensor
 from quantkit.auto.units import Candidate, Choice, Preset, Unit
 from quantkit.grids.ggml import TYPES, named
 from quantkit.grids.grid import Grid
-from quantkit.layouts import LinearSpec, fusions
+from quantkit.layouts import LinearSpec, Width, fusions
 from quantkit.layouts.compressed_tensors.integers import WIDTHS
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows
 from quantkit.models.gguf import architectures
@@ -26,7 +26,6 @@ from quantkit.models.gguf.mixtures import EMBEDDING, OUTPUT, SCALES, SCALING, nb
 from quantkit.quantize.calibrate.importance import of_head
 from quantkit.quantize.job import Job
 from quantkit.quantize.methods import gguf, gptq
-from quantkit.quantize.methods._override import Override
 from quantkit.quantize.outputs.outside import TIED, solved_rows
 from quantkit.quantize.solvers import loss, rtn
 
@@ -83,9 +82,7 @@ class FolderSpace:
     def grid(self, spec: LinearSpec, candidate: str) -> Grid:
         """Return the grid of a linear for a candidate's name, such as `3,128` (bits, group size)."""
         bits, group_size = map(int, candidate.split(","))
-        override = Override(candidate, re.compile(""), bits, group_size)
-        method = self.method
-        return method.grid(method.overridden(spec.in_features, override), spec.name)
+        return self.method.grid(Width(bits, group_size, self.symmetric), spec.name)
 
     def presets(self, units: Sequence[Unit], job: Job) -> list[Preset]:
         """Return the choices with one format for all units, as `quantkit gptq --bits B --group-size G`."""
