@@ -18,7 +18,7 @@ literally.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,8 +36,6 @@ from quantkit.quantize.solvers.refine import refine
 from quantkit.quantize.solvers.replay import Replays
 from quantkit.quantize.solvers.vectors import Vectors
 
-Target = Literal["own", "original"]
-
 
 @dataclass(frozen=True)
 class GptqSolver(Solver):
@@ -50,7 +48,7 @@ class GptqSolver(Solver):
     damp: float = 0.01
     act_order: str = "group"
     refine: int = 2
-    target: Target = "original"
+    target: str = "original"
     feeds_back: ClassVar[bool] = True
 
     @cached_property
@@ -73,8 +71,7 @@ class GptqSolver(Solver):
         `[in, in]` float32, symmetric. Sites of equal shape are solved together if stacked, `[sites, out_k,
         in]` and `[sites, in, in]`: the results of the first linear in all sites come first.
 
-        Raises QuantkitError if `full` would scatter the columns of a grid with fixed groups, and Indefinite
-        if one of several sites needs more damping.
+        Raises Indefinite if one of several sites needs more damping.
         """
         assert hessian is not None, "gptq works from the Hessian"
         solved: dict[int, list[Solved]] = {}

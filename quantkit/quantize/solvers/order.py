@@ -8,24 +8,18 @@ file's format stays the same.
 import torch
 from torch import Tensor
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import Grid, QuantizedWeight, join, regrouped
 from quantkit.grids.grid import rows as rows_of
 from quantkit.quantize.solvers.batching import reordered
 
 
 def column_order(diagonal: Tensor, grid: Grid, act_order: str) -> Tensor:
-    """Return the order `[..., in]` in which columns are quantized, from the Hessians' diagonals.
-
-    Raises QuantkitError if `full` would scatter the columns of a grid with fixed groups.
-    """
+    """Return the order `[..., in]` in which columns are quantized, from the Hessians' diagonals."""
     columns = torch.arange(diagonal.shape[-1], device=diagonal.device).expand_as(diagonal)
     if act_order == "none":
         return columns
     if act_order == "full":
-        if grid.spans_matrix or grid.sub_size < grid.group_size:
-            what = f"columns on a grid of {grid.describe()} have fixed places"
-            raise QuantkitError(what, "use --act-order group", UNSUPPORTED)
+        assert not grid.spans_matrix and grid.sub_size == grid.group_size, "columns have fixed places"
         return torch.argsort(diagonal, descending=True, stable=True)
     sub_blocks = diagonal.unflatten(-1, (-1, grid.sub_size))  # columns that share all parameters
     inside = torch.argsort(sub_blocks, descending=True, stable=True)
