@@ -148,8 +148,8 @@ def _material(checkpoint: Checkpoint, to: str, staging: Staging, progress: Progr
             grids[spec.name], zero = weight.grid, weight.params.zero
             zeros |= set(zero.unique().tolist()) - {1 << weight.grid.bits - 1}
     grids = {name: replace(grid, symmetric=not zeros) for name, grid in grids.items()}
-    kept = {spec.name: None if spec.name in grids else "16 bit" for spec in specs}
-    specs = [replace(spec, grid=grids.get(spec.name), kept=kept[spec.name]) for spec in specs]
+    kept = None if staging.one_file else "16 bit"  # a GGUF file has the type of each tensor
+    specs = [replace(r, grid=grids.get(r.name), kept=None if r.name in grids else kept) for r in specs]
     layout = _layout(to, [spec for spec in specs if spec.grid], 0 in zeros) if grids else None
     for index, spec in enumerate(spec for spec in specs if spec.grid):
         progress.counting(PACKED, index, len(grids))
@@ -171,8 +171,7 @@ def _material(checkpoint: Checkpoint, to: str, staging: Staging, progress: Progr
         why = "; ".join(f"{reason}: {names}" for reason, names in named.items())
         message = f"{to} cannot hold {count(len(refused), 'linear')} of {checkpoint.source} exactly: {why}"
         raise QuantkitError(message, ANEW, UNSUPPORTED)
-    kept = {} if staging.one_file else kept  # a GGUF file has the type of each tensor
-    specs = [replace(r, grid=r.grid and _grid(to, r.grid), kept=kept.get(r.name)) for r in specs]
+    specs = [replace(spec, grid=spec.grid and _grid(to, spec.grid)) for spec in specs]
     shard_bytes = None if staging.one_file else int(SHARD_GB * 1e9)
     return Material(skeleton, specs, layout.of_job(specs), staging, shard_bytes)
 
