@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -201,12 +202,7 @@ def _lost(
 
 def _in_batches(sites: Sequence[Site]) -> Iterator[list[Site]]:
     """Yield lists of experts' sites of one layer whose Hessians take at most HESSIAN_BYTES."""
-    batch: list[Site] = []
-    for site in sites:
-        nbytes = (len(batch) + 1) * 4 * site.in_features**2
-        if batch and (site.pool != batch[0].pool or nbytes > HESSIAN_BYTES):
-            yield batch
-            batch = []
-        batch.append(site)
-    if batch:
-        yield batch
+    for _, group in groupby(sites, lambda site: site.pool):
+        alike = list(group)
+        most = max(1, HESSIAN_BYTES // (4 * alike[0].in_features ** 2))
+        yield from (alike[k : k + most] for k in range(0, len(alike), most))
