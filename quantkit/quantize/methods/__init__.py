@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SMALL = 1 / 20  # share of weights below which linears do not decide about others, and may stay in 16 bit
 GROUP_SIZES = (128, 64, 32)  # to choose from without --group-size; all clients have kernels for them
-NAMED = ("solver", "target", "format", "transform")  # options whose values `Method.check` compares with names
+NAMED = ("solver", "target", "format", "transform", "activations")  # `check` compares them with their names
 MakeGrid = Callable[[str, int, "Override | None"], "Grid | None"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from quantkit.errors import USAGE, QuantkitError, one_of, require
+from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.layouts import Layout, Width
 from quantkit.layouts.gptq import SPLIT, GptqLayout
 from quantkit.options import option
@@ -98,7 +98,6 @@ class Gptq(AffineMethod):
     def check(self) -> None:
         super().check()
         options = self.options
-        one_of(options.activations, INPUTS, f"--activations {options.activations}: no such type")
         if options.activations != "16bit" and options.layout != "compressed-tensors":
             what = f"--layout {options.layout} has no --activations {options.activations}"
             raise QuantkitError(what, "add --layout compressed-tensors", USAGE)
