@@ -155,7 +155,7 @@ def test_killed_while_replacing_an_output(forker, workplace, reference, folder, 
 
 def test_killed_with_the_output_in_place(forker, workplace, reference, folder):
     """The output is whole; what is left of the staging folder goes with the next run that may replace it."""
-    stop = ("quantkit.quantize.staging.folder:_remove_staged", 1, KILL)
+    stop = ("quantkit.quantize.staging.folder:Staging.discard", 1, KILL)
     assert forker.run(folder, job(workplace), stop=stop) == -KILL
     assert contents(folder / "out") == reference
     assert forker.run(folder, [*job(workplace), "--resume"]) == 2

@@ -13,12 +13,11 @@ from quantkit.quantize.timings import Timings
 
 # Where a block is read from (None: the skeleton's own checkpoint), and `decoded`: see `Skeleton.load_block`.
 Source = tuple[Checkpoint | None, bool]
-DECODED: Source = (None, True)
 
 
 def blocks(
     skeleton: Skeleton,
-    source: Callable[[int], Source] = lambda index: DECODED,
+    source: Callable[[int], Source] = lambda index: (None, True),
     timings: Timings | None = None,
     only: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, nn.Module]]:

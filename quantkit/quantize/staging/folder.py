@@ -203,7 +203,8 @@ class Staging(StagedBlocks):
     def discard(self) -> None:
         """Remove the staging folder, if it exists."""
         if self.folder.exists() and not self.follows:
-            _remove_staged(self.folder)
+            _clear(self.folder)
+            shutil.rmtree(self.folder)
 
     def finished(self) -> bool:
         """Return whether the output is published; if so, remove the rest of the staging folder."""
@@ -275,11 +276,6 @@ def _clear(folder: Path) -> None:
         if path.name not in ("fingerprint.json", "lock"):
             _remove(path)
     _remove(folder / "fingerprint.json")
-
-
-def _remove_staged(folder: Path) -> None:
-    _clear(folder)
-    shutil.rmtree(folder)
 
 
 def _remove(path: Path) -> None:
