@@ -51,7 +51,7 @@ class StagedBlocks:
         """Return whether a block is staged and all its files match their sha256."""
         path = self.path(index)
         if path.is_file() and index not in self._whole:
-            files = {self.folder / name: sum for name, sum in _record(path)["files"].items()}
+            files = {self.folder / name: sha256 for name, sha256 in _record(path)["files"].items()}
             exist = files and all(map(Path.is_file, files))
             if exist and [checksums.of_file(file) for file in files] == [*files.values()]:
                 self._whole.add(index)
