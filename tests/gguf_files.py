@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from quantkit.models.files.gguf_writer import Entry, GgufWriter
+from quantkit.models.files.gguf_writer import Entry, writing
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf import metadata, tensors
 from quantkit.models.gguf.mixtures import stays_float
@@ -49,9 +49,9 @@ def export(folder: Path, path: Path, type: str = "F32", extra: dict | None = Non
         if stays_float(target.name, target.shape) or target.shape[-1] % block:
             types[target.name] = "F32"
     entries = [Entry(target.name, types[target.name], target.shape) for target in targets]
-    with GgufWriter(path, keys | (extra or {}), entries) as writer:
+    with writing(path, keys | (extra or {}), entries) as write:
         for target in targets:
             values = target.to_gguf(target.read(checkpoint, torch.float32)).numpy()
             kind = gguf.GGMLQuantizationType[types[target.name]]
-            writer.write(target.name, [np.ascontiguousarray(gguf.quants.quantize(values, kind))])
+            write(target.name, [np.ascontiguousarray(gguf.quants.quantize(values, kind))])
     return path

@@ -16,7 +16,7 @@ from quantkit.capacity.job import of_model
 from quantkit.capacity.kv_cache import layer_caches
 from quantkit.capacity.question import Question
 from quantkit.errors import QuantkitError
-from quantkit.models.files.gguf_writer import Entry, GgufWriter
+from quantkit.models.files.gguf_writer import Entry, writing
 from quantkit.models.files.headers import open_contents
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.options import CalibrationOptions, RunOptions
@@ -269,9 +269,9 @@ def test_a_quantized_gguf_file(tmp_path):
 def write_gguf(path, architecture: str, keys: dict, tensors: dict[str, tuple[int, ...]]):
     metadata = {"general.architecture": architecture}
     metadata |= {f"{architecture}.{key}": value for key, value in keys.items()}
-    with GgufWriter(path, metadata, [Entry(name, "F16", shape) for name, shape in tensors.items()]) as writer:
+    with writing(path, metadata, [Entry(name, "F16", shape) for name, shape in tensors.items()]) as write:
         for name, shape in tensors.items():
-            writer.write(name, [bytes(2 * torch.Size(shape).numel())])
+            write(name, [bytes(2 * torch.Size(shape).numel())])
     return path
 
 

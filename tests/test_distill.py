@@ -368,8 +368,8 @@ def test_a_gguf_file_keeps_its_metadata_and_its_other_tensors(workplace, tmp_pat
 def test_a_text_is_added_where_a_gguf_file_has_none(tmp_path):
     old, new = tmp_path / "old.gguf", tmp_path / "new.gguf"
     entry = gguf_writer.Entry("a", "F32", (2, 8))
-    with gguf_writer.GgufWriter(old, {"general.architecture": "llama", "list": [1, 2]}, [entry]) as writer:
-        writer.write("a", [torch.arange(16.0).numpy()])
+    with gguf_writer.writing(old, {"general.architecture": "llama", "list": [1, 2]}, [entry]) as write:
+        write("a", [torch.arange(16.0).numpy()])
     moved = gguf_writer.with_text(old, new, "told", "x" * 100)
     (metadata, infos), (before, places) = gguf_file.read_header(new), gguf_file.read_header(old)
     assert metadata == before | {"told": "x" * 100}

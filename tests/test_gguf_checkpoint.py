@@ -16,7 +16,7 @@ from nights import nightly
 
 from quantkit.errors import NOT_FOUND, QuantkitError
 from quantkit.models.files.gguf_file import read_header
-from quantkit.models.files.gguf_writer import Entry, GgufWriter
+from quantkit.models.files.gguf_writer import Entry, writing
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf import tensors
 from quantkit.models.gguf.mixtures import stays_float
@@ -30,11 +30,11 @@ def edited(path: Path, change=lambda keys: None, drop=(), add=(), shapes=None) -
     kept = [info for name, info in infos.items() if name not in drop]
     entries = [Entry(info.name, info.dtype, (shapes or {}).get(info.name, info.shape)) for info in kept]
     new = path.with_name(f"edited-{path.name}")
-    with GgufWriter(new, keys, [*entries, *add]) as writer:
+    with writing(new, keys, [*entries, *add]) as write:
         for info in kept:
-            writer.write(info.name, [np.fromfile(path, np.uint8, info.nbytes, offset=info.offset)])
+            write(info.name, [np.fromfile(path, np.uint8, info.nbytes, offset=info.offset)])
         for entry in add:
-            writer.write(entry.name, [bytes(entry.nbytes)])
+            write(entry.name, [bytes(entry.nbytes)])
     return new
 
 

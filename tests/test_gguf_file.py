@@ -12,7 +12,7 @@ import pytest
 from quantkit.errors import QuantkitError
 from quantkit.models.files import gguf_file
 from quantkit.models.files.gguf_file import read_header
-from quantkit.models.files.gguf_writer import Entry, GgufWriter
+from quantkit.models.files.gguf_writer import Entry, writing
 
 METADATA = {
     "general.architecture": "llama",
@@ -34,9 +34,9 @@ BYTES = [np.arange(15, dtype=np.float32), np.arange(72, dtype=np.uint8), np.ones
 
 
 def write(path: Path, metadata=METADATA, entries=ENTRIES, tensors=BYTES) -> Path:
-    with GgufWriter(path, metadata, entries) as writer:
+    with writing(path, metadata, entries) as write:
         for entry, tensor in zip(entries, tensors, strict=True):
-            writer.write(entry.name, [tensor])
+            write(entry.name, [tensor])
     return path
 
 
@@ -92,10 +92,10 @@ def test_no_more_is_mapped_than_a_header_takes(file, monkeypatch):
 
 
 def test_the_same_arguments_make_the_same_bytes_however_they_are_cut(tmp_path, file):
-    with GgufWriter(tmp_path / "again.gguf", METADATA, ENTRIES) as writer:
+    with writing(tmp_path / "again.gguf", METADATA, ENTRIES) as write:
         for entry, tensor in zip(ENTRIES, BYTES, strict=True):
             data = tensor.tobytes()
-            writer.write(entry.name, (data[start : start + 5] for start in range(0, len(data), 5)))
+            write(entry.name, (data[start : start + 5] for start in range(0, len(data), 5)))
     assert (tmp_path / "again.gguf").read_bytes() == file.read_bytes()
 
 
@@ -127,15 +127,15 @@ def test_bytes_that_are_no_text_survive(tmp_path):
 @pytest.mark.parametrize("chunks", [[b"1" * 59], [b"1" * 59, b"22"], []])
 def test_a_tensor_of_another_size_is_an_error_and_leaves_nothing(tmp_path, chunks):
     with pytest.raises(AssertionError, match="bytes of 60"):
-        with GgufWriter(tmp_path / "model.gguf", {}, ENTRIES) as writer:
-            writer.write("a.weight", chunks)
+        with writing(tmp_path / "model.gguf", {}, ENTRIES) as write:
+            write("a.weight", chunks)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_tensor_is_an_error_and_leaves_nothing(tmp_path):
     with pytest.raises(AssertionError, match="b.weight was not written"):
-        with GgufWriter(tmp_path / "model.gguf", {}, ENTRIES) as writer:
-            writer.write("a.weight", [BYTES[0]])
+        with writing(tmp_path / "model.gguf", {}, ENTRIES) as write:
+            write("a.weight", [BYTES[0]])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -147,8 +147,8 @@ def test_a_full_disk_leaves_the_former_file(tmp_path, file):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        with GgufWriter(file, {}, ENTRIES) as writer:
-            writer.write("a.weight", full())
+        with writing(file, {}, ENTRIES) as write:
+            write("a.weight", full())
     assert file.read_bytes() == before
     assert list(tmp_path.iterdir()) == [file]
 

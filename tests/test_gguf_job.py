@@ -25,8 +25,8 @@ from quantkit.grids.ggml import named
 from quantkit.layouts import Statistic
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.ggml.blocks import decode_rows
+from quantkit.models.files import gguf_writer
 from quantkit.models.files.gguf_file import read_header
-from quantkit.models.files.gguf_writer import GgufWriter
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf import imatrix
 from quantkit.models.gguf.file_types import FILE_TYPES
@@ -239,10 +239,10 @@ def test_what_fits_no_block_falls_back_aloud_or_not_at_all(tiny_model, tmp_path)
 
 
 def test_a_disk_that_fills_leaves_nothing(short_demo, tmp_path, monkeypatch):
-    def full(self, name, chunks):
+    def full(chunk):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(GgufWriter, "write", full)
+    monkeypatch.setattr(gguf_writer, "memoryview", full, raising=False)
     out = tmp_path / "out.gguf"
     with pytest.raises(QuantkitError, match="is full") as caught:
         jobs.quantize("gguf", short_demo, out, {"solver": "rtn", "imatrix": "none"})

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from quantkit.models.files.gguf_file import read_header, tensor_bytes
-from quantkit.models.files.gguf_writer import Entry, GgufWriter
+from quantkit.models.files.gguf_writer import Entry, writing
 from quantkit.quantize import loop
 
 LIKE = Path(__file__).parent / "data" / "llama_quantize.gguf"
@@ -42,9 +42,9 @@ def changed(path: Path, types: dict[str, str | None], **shapes: tuple[int, ...])
         known = tensors(LIKE).get(name, (kind, shape))
         kind, shape = types.get(name, known[0]), shapes.get(name.split(".")[-2], known[1])
         entries += [Entry(name, kind, shape)] if kind else []
-    with GgufWriter(path, {"general.file_type": "no number"}, entries) as writer:
+    with writing(path, {"general.file_type": "no number"}, entries) as write:
         for entry in entries:
-            writer.write(entry.name, [np.zeros(tensor_bytes(entry.type, entry.shape), np.uint8)])
+            write(entry.name, [np.zeros(tensor_bytes(entry.type, entry.shape), np.uint8)])
     return path
 
 

@@ -218,10 +218,10 @@ def test_resources_that_are_short(refuse, tiny_model, small, tmp_path, monkeypat
         patch.setattr(plan, "free_memory", lambda device: 1000)
         assert "of memory" in refuse(5, "imatrix", "tiny", *small)[0]
 
-    def full(self, name, chunks):
+    def full(chunk):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(gguf_writer.GgufWriter, "write", full)
+    monkeypatch.setattr(gguf_writer, "memoryview", full, raising=False)
     error, hint = refuse(5, "imatrix", "tiny", *small)
     assert "is full" in error and "run the same command again" in hint and "--resume" not in hint
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt", "tiny"]

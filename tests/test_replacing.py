@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.models.files.gguf_file import read_header
-from quantkit.models.files.gguf_writer import Entry, GgufWriter
+from quantkit.models.files.gguf_writer import Entry, writing
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import Staging
 
@@ -67,9 +67,9 @@ def test_an_unquantized_file_of_another_program_is_kept(quantkit, tiny_model, tm
     metadata, infos = read_header(tmp_path / "x.gguf")
     own = {key: value for key, value in metadata.items() if not key.startswith(("quantkit.", "tokenizer."))}
     entries = [Entry(name, info.dtype, tuple(info.shape)) for name, info in infos.items()]
-    with GgufWriter(tmp_path / "x.gguf", own, entries) as writer:
+    with writing(tmp_path / "x.gguf", own, entries) as write:
         for entry in entries:
-            writer.write(entry.name, [np.zeros(entry.nbytes, np.uint8)])
+            write(entry.name, [np.zeros(entry.nbytes, np.uint8)])
     assert "holds an unquantized model that quantkit did not write" in refusal(tmp_path / "x.gguf", True)
 
 

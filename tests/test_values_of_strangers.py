@@ -13,7 +13,7 @@ from quantkit.errors import UNSUPPORTED, USAGE, VERIFICATION, QuantkitError
 from quantkit.evaluation.sampling import ends_of_text, stored_config
 from quantkit.inspection import record, show
 from quantkit.models.files import gguf_file, safetensors_folder, untrusted
-from quantkit.models.files.gguf_writer import Entry, GgufWriter
+from quantkit.models.files.gguf_writer import Entry, writing
 from quantkit.models.files.headers import open_contents
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.files.untrusted import LARGE_BYTES
@@ -258,8 +258,8 @@ def test_a_gguf_file_of_odd_values_is_described(arch, odd, tmp_path):
     metadata |= {f"{arch.name}.{key}": value for key, value in arch.constants.items()}
     metadata |= {f"{arch.name}.expert_count": 4} if arch.mixture else {}
     path = tmp_path / "odd.gguf"
-    with GgufWriter(path, metadata, [Entry("x", "F32", (1,))]) as file:
-        file.write("x", [bytes(4)])
+    with writing(path, metadata, [Entry("x", "F32", (1,))]) as write:
+        write("x", [bytes(4)])
     assert open_contents(str(path)).config["model_type"] == arch.model_types[0]
 
 

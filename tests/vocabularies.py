@@ -20,7 +20,7 @@ from tokenizers import (
 )
 from transformers.tokenization_utils_base import generate_merges
 
-from quantkit.models.files.gguf_writer import Entry, GgufWriter
+from quantkit.models.files.gguf_writer import Entry, writing
 from quantkit.models.gguf.pre_tokenizers import ROWS
 from quantkit.models.gguf.tokenizer_hash import SAMPLE
 
@@ -146,9 +146,9 @@ def gguf(path: Path, keys: dict) -> Path:
     shapes |= {f"blk.0.{name}": (width,) for name in ("attn_norm", "ffn_norm")}
     shapes |= {f"blk.0.{name}": (width, width) for name in linears}
     entries = [Entry(f"{name}.weight", "F32", size) for name, size in shapes.items()]
-    with GgufWriter(path, shape | keys, entries) as writer:
+    with writing(path, shape | keys, entries) as write:
         for entry in entries:
-            writer.write(entry.name, [np.zeros(entry.shape, np.float32)])
+            write(entry.name, [np.zeros(entry.shape, np.float32)])
     return path
 
 

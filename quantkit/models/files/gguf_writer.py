@@ -7,11 +7,12 @@ cannot write empty arrays.
 import os
 import shutil
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from gguf import GGUF_DEFAULT_ALIGNMENT as ALIGNMENT
@@ -23,6 +24,7 @@ from quantkit.models.files.gguf_file import MAGIC, NUMBERS, SHARD, SHARDED_TENSO
 
 MAX_NAME_BYTES = 63  # limit of a tensor's name; ggml's buffer has 64 bytes with the terminator
 CODES = {dtype: code for code, dtype in NUMBERS.items()}
+Write = Callable[[str, Iterable], None]  # of a name and chunks: bytes, memoryviews or arrays
 
 
 @dataclass(frozen=True)
@@ -39,59 +41,44 @@ class Entry:
         return tensor_bytes(self.type, self.shape)
 
 
-class GgufWriter:
-    """A context manager that writes a GGUF file tensor by tensor, in the order of `entries`, in constant
-    memory.
+@contextmanager
+def writing(path: Path, metadata: Mapping[str, Any], entries: Sequence[Entry]) -> Iterator[Write]:
+    """Yield a function that writes the tensors of a new GGUF file, in the order of `entries` and in constant
+    memory. Called with a name and chunks, it writes them to the next tensor or the rest of an unfinished one.
 
-    The file is called `NAME.partial` until the last tensor is written. An exception inside the context
-    removes it. Equal arguments give equal bytes. Integers of `metadata` become uint32 (int32 if one is
-    negative, 64 bits if too large), other numbers float32 or bool; numpy values keep their type.
+    The file is called `NAME.partial` until the last tensor is written. An exception removes it. Equal
+    arguments give equal bytes. Integers of `metadata` become uint32 (int32 if one is negative, 64 bits if too
+    large), other numbers float32 or bool; numpy values keep their type.
     """
+    assert len({entry.name for entry in entries}) == len(entries), "tensor names are unique"
+    left, written = deque(entries), 0
 
-    def __init__(self, path: Path, metadata: Mapping[str, Any], entries: Sequence[Entry]):
-        assert len({entry.name for entry in entries}) == len(entries), "tensor names are unique"
-        self.path = path
-        self._partial = path.with_name(path.name + ".partial")
-        self._entries = list(entries)
-        self._done = self._written = 0
-        self._header = _header(metadata, self._entries)
+    def missing() -> str:
+        return f"{left[0].name} was not written, {written} bytes of {left[0].nbytes} were"
 
-    def __enter__(self) -> Self:
-        self._partial.unlink(missing_ok=True)  # left by a killed job; a link is not written through
-        self._file = open(self._partial, "xb")
-        try:
-            self._file.write(self._header)
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
-        return self
-
-    def write(self, name: str, chunks: Iterable[bytes | memoryview | np.ndarray]) -> None:
-        """Write the bytes of all `chunks`, in order, to the next tensor or the rest of an unfinished one."""
-        entry = self._entries[self._done]
-        assert entry.name == name, f"{name}: {self._missing()}"
+    def write(name: str, chunks: Iterable) -> None:
+        nonlocal written
+        assert left[0].name == name, f"{name}: {missing()}"
         for chunk in chunks:
-            self._written += self._file.write(memoryview(chunk).cast("B"))
-        assert self._written <= entry.nbytes, f"{name}: {self._written} bytes of {entry.nbytes}"
-        if self._written == entry.nbytes:
-            self._file.write(bytes(-self._written % ALIGNMENT))
-            self._done, self._written = self._done + 1, 0
+            written += file.write(memoryview(chunk).cast("B"))
+        assert written <= left[0].nbytes, f"{name}: {written} bytes of {left[0].nbytes}"
+        if written == left[0].nbytes:
+            file.write(bytes(-written % ALIGNMENT))
+            left.popleft()
+            written = 0
 
-    def _missing(self) -> str:
-        entry = self._entries[self._done]
-        return f"{entry.name} was not written, {self._written} bytes of {entry.nbytes} were"
-
-    def __exit__(self, kind, error, traceback) -> None:
-        try:
-            with self._file:  # closing flushes, and fails on a full disk
-                if kind is None:
-                    assert self._done == len(self._entries), self._missing()
-                    self._file.flush()
-                    os.fsync(self._file.fileno())
-            if kind is None:
-                os.replace(self._partial, self.path)
-        finally:
-            self._partial.unlink(missing_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)  # left by a killed job; a link is not written through
+    try:
+        with open(partial, "xb") as file:  # closing flushes, and fails on a full disk
+            file.write(_header(metadata, entries))
+            yield write
+            assert not left, missing()
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def in_shards(entries: Sequence[Entry], shard_bytes: int | None) -> list[list[Entry]]:
@@ -112,18 +99,18 @@ def in_shards(entries: Sequence[Entry], shard_bytes: int | None) -> list[list[En
 @contextmanager
 def in_files(
     path: Path, metadata: Mapping[str, Any], shards: Sequence[Sequence[Entry]], repeated: Mapping[str, Any]
-) -> Iterator[Callable[[str, Iterable], None]]:
-    """Yield a function that writes the next tensor, as `GgufWriter.write`, to the file `path` or its shards.
+) -> Iterator[Write]:
+    """Yield a function that writes the next tensor, as that of `writing`, to the file `path` or its shards.
     metadata: of the first shard. repeated: of every shard."""
     with ExitStack() as stack:
-        writers: dict[str, GgufWriter] = {}
+        writers: dict[str, Write] = {}
         total = {SHARDS: np.uint16(len(shards)), SHARDED_TENSORS: np.int32(sum(map(len, shards)))}
         for index, file in enumerate(gguf_shards.paths(path, len(shards))):
             split = {SHARD: np.uint16(index), **total} if len(shards) > 1 else {}
             keys = {**(metadata if index == 0 else {}), **repeated, **split}
-            writer = stack.enter_context(GgufWriter(file, keys, shards[index]))
-            writers |= {entry.name: writer for entry in shards[index]}
-        yield lambda name, chunks: writers[name].write(name, chunks)
+            write = stack.enter_context(writing(file, keys, shards[index]))
+            writers |= {entry.name: write for entry in shards[index]}
+        yield lambda name, chunks: writers[name](name, chunks)
 
 
 def with_text(source: Path, target: Path, key: str, text: str) -> int:

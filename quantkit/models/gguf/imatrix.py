@@ -71,9 +71,9 @@ def write(path: Path, imatrix: Imatrix) -> None:
         counts = imatrix.counts[name]
         tensors[name + COUNTS] = counts if len(counts) == 1 else counts[:, None]
     entries = [gguf_writer.Entry(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
-    with gguf_writer.GgufWriter(path, metadata, entries) as file:
+    with gguf_writer.writing(path, metadata, entries) as write:
         for name, tensor in tensors.items():
-            file.write(name, [tensor.numpy()])
+            write(name, [tensor.numpy()])
 
 
 def read(path: Path) -> Imatrix:

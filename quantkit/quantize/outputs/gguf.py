@@ -231,7 +231,7 @@ class GgufOutput(Output):
         """See `Output`. The model's name and origin may differ."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "header.gguf"
-            with gguf_writer.GgufWriter(path, self.metadata, ()):
+            with gguf_writer.writing(path, self.metadata, ()):
                 pass
             first = gguf_shards.first(made.path)
             again, there = (dict(_entries_of(side)) for side in (path, first))
