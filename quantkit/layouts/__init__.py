@@ -229,23 +229,6 @@ class Layout(ABC):
         return {}
 
 
-@dataclass(frozen=True)
-class WeightsOnly:
-    """A layout whose linears compute with the decoded weight and do not quantize inputs."""
-
-    layout: Layout
-    rounds_inputs = False
-
-    def at(self, linear: str) -> WeightsOnly:
-        return WeightsOnly(self.layout.at(linear))
-
-    def values(self, tensors: Tensors) -> Tensor:
-        return self.layout.values(tensors)
-
-    def module(self, *linear: Any) -> None:
-        """Return None: only the decoded weight counts."""
-
-
 def available() -> list[str]:
     """Return the names of the layouts: the files of this package that do not begin with `_`."""
     names = (module.name for module in pkgutil.iter_modules(__path__))

@@ -17,7 +17,7 @@ from torch import Tensor
 from quantkit.errors import UNSUPPORTED, DamagedError, QuantkitError, count
 from quantkit.grids.distance import error_up_to_scales, weight_error
 from quantkit.grids.grid import Grid, QuantizedWeight
-from quantkit.layouts import Layout, LinearSpec, Statistic, WeightsOnly
+from quantkit.layouts import Layout, LinearSpec, Statistic
 from quantkit.models.machine import distributed
 from quantkit.models.machine.device import is_accelerator, pinned
 from quantkit.models.skeleton import Skeleton
@@ -72,12 +72,11 @@ def round_block(
 ) -> None:
     """Quantize a loaded block in memory with a data-free solver. Streamed experts stay in memory as codes.
     weights_only: linears compute with decoded weights, not as clients of the layout do."""
-    computing = WeightsOnly(layout) if weights_only else layout
     for spec in specs:
         if spec.block == index and spec.grid is not None:
             weight = skeleton.part(index, spec.local).weight.float()
             (solved,) = solver.solve([weight], [spec.grid])
-            skeleton.install(spec, computing, layout.encode(solved.weight))
+            skeleton.install(spec, layout, layout.encode(solved.weight), decoded=weights_only)
 
 
 @dataclass(frozen=True)

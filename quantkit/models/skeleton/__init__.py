@@ -248,17 +248,19 @@ class Skeleton:
         layout: Layout,
         packed: dict[str, Tensor],
         again: Callable[[], dict[str, Tensor]] | None = None,
+        decoded: bool = False,
     ) -> Tensor:
         """Make a linear of a loaded block compute as clients of `layout` do with the packed tensors, and
         return the decoded weight `[out, in]`.
 
-        If activations are quantized as well, the layout's own module replaces the linear. again: returns the
-        packed tensors of a streamed expert whenever it is read again; None: they stay in memory.
+        If activations are quantized as well, the layout's own module replaces the linear, unless `decoded`.
+        again: returns the packed tensors of a streamed expert whenever it is read again; None: they stay in
+        memory.
         """
         self.part(spec.block, spec.local)
         if keeper := self.keepers.get(spec.block):
-            keeper.keep(spec.local, layout, spec.name, again or partial(dict, packed))
-        return self._loader.install(self.blocks[spec.block], spec.local, layout, packed, spec.name)
+            keeper.keep(spec.local, layout, spec.name, again or partial(dict, packed), decoded)
+        return self._loader.install(self.blocks[spec.block], spec.local, layout, packed, spec.name, decoded)
 
     def free(self) -> None:
         """Release the memory of the whole model; its parameters return to the meta device."""

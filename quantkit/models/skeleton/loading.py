@@ -107,14 +107,16 @@ class Loader:
         return parts
 
     def install(
-        self, block: nn.Module, local: str, layout: Layout, parts: dict[str, Tensor], stored: str
-    ) -> Tensor:
+        self, block: nn.Module, local: str, layout: Layout, parts: dict[str, Tensor], stored: str,
+        decoded: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Make a linear compute with packed parts, and return its decoded weight; see `Skeleton.install`.
         stored: name of the linear in the checkpoint."""
         linear, layout = _restored(block, local), layout.at(stored)
         values = layout.values(parts).to(self.dtype)
         values = checked(values, linear.weight.shape, f"{stored}.weight").to(self.device)
-        module = layout.module(parts, linear.bias, values, processor.has_int8_products())
+        products = processor.has_int8_products()
+        module = None if decoded else layout.module(parts, linear.bias, values, products)
         if module is None:
             linear.weight = nn.Parameter(values, requires_grad=False)
         else:

@@ -71,7 +71,7 @@ class Keeper:
         self.capacity = expert_share.IN_MEMORY * expert_share.largest_expert(shapes)  # weights
         self._loaded: OrderedDict[str, ExpertLinear] = OrderedDict()  # in order of last use
         self._given_up = 0  # bytes released since the last heap trim
-        self._installed: dict[str, tuple[Layout, str, Callable[[], Parts]]] = {}  # replace stored weights
+        self._installed: dict[str, tuple[Layout, str, Callable[[], Parts], bool]] = {}  # by `keep`
         self._changed: dict[str, Callable[[], Tensor]] = {}  # replace other stored parameters
         self._lent: list[str] = []
         self._pause: Callable[[], object] | None = None
@@ -105,8 +105,8 @@ class Keeper:
             fetched.tensors[name] = self._changed[name]().to(self._loader.dtype)
         self._loader.load(self._block, fetched)
         if kept:
-            layout, stored, again = kept
-            self._loader.install(self._block, local, layout, self._loader.placed(again()), stored)
+            layout, stored, again, decoded = kept
+            self._loader.install(self._block, local, layout, self._loader.placed(again()), stored, decoded)
 
     def _give_up(self, local: str) -> None:
         self._given_up += self._loaded.pop(local).weight.nbytes
@@ -115,9 +115,12 @@ class Keeper:
             self._given_up = 0
             return_freed_pages()
 
-    def keep(self, local: str, layout: Layout, stored: str, again: Callable[[], Parts]) -> None:
-        """Make linear `local` compute with packed parts in `layout`; `again` returns them when needed."""
-        self._installed[local] = layout, stored, again
+    def keep(
+        self, local: str, layout: Layout, stored: str, again: Callable[[], Parts], decoded: bool
+    ) -> None:
+        """Make linear `local` compute with packed parts in place of the stored weight, as `Skeleton.install`
+        says; `again` returns them when needed."""
+        self._installed[local] = layout, stored, again, decoded
 
     def keep_changed(self, name: str, again: Callable[[], Tensor]) -> None:
         """Replace a parameter of a linear: from now on `again` returns its values."""
