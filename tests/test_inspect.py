@@ -17,7 +17,7 @@ from quantkit.inspection.record import describe
 from quantkit.models.files import safetensors_folder
 from quantkit.models.files.headers import open_contents
 from quantkit.models.files.open import open_checkpoint
-from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton.loading import Loader
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 RTN = {"solver": "rtn"}
@@ -470,7 +470,7 @@ def test_scales_of_a_job_are_divided_out(made, make, quantkit):
 @pytest.mark.parametrize(("arguments", "held"), [(["--deep"], 0), (["plain"], 1)])
 def test_no_more_than_one_weight_of_each_is_held(made, make, monkeypatch, arguments, held):
     """Of those read before, while the next one is read."""
-    whole, read, most = Skeleton.read, [], []
+    whole, read, most = Loader.read, [], []
 
     def watched(self, *rest):
         most.append(sum(reference() is not None for reference in read))
@@ -478,7 +478,7 @@ def test_no_more_than_one_weight_of_each_is_held(made, make, monkeypatch, argume
         read.append(weakref.ref(values))
         return values
 
-    monkeypatch.setattr(Skeleton, "read", watched)
+    monkeypatch.setattr(Loader, "read", watched)
     monkeypatch.chdir(made)
     make("inspect", "gptq", *arguments)
     assert len(read) == 21 * (1 + held) and max(most) == held

@@ -47,7 +47,8 @@ class Skeleton:
     parameters: number of weights of the whole model. towers: models of other modalities, by name, always on
     the meta device. checkpoint: has one tensor per expert, even if the file stacks them. streams: a loaded
     block reads its experts when they are called (`streaming`), with the same results; set it before blocks
-    are loaded. keepers: those of the loaded blocks with streamed experts, by index.
+    are loaded. keepers: those of the loaded blocks with streamed experts, by index. embed, logits, read:
+    methods of `Recorder` and `Loader`.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
@@ -65,6 +66,7 @@ class Skeleton:
         self.depth = len(self.blocks)
         self._recorder = Recorder(self.model, container, dtype, device)
         self._loader = Loader(self.names, self.checkpoint, dtype, device)
+        self.embed, self.logits, self.read = self._recorder.embed, self._recorder.logits, self._loader.read
         self.keepers: dict[int, Keeper] = {}
         self.streams = streaming.pays(self.blocks, dtype.itemsize, device)
 
@@ -105,10 +107,6 @@ class Skeleton:
         }
         parameters = inside | dict(self.model.named_parameters()) | outside
         return {name: value for name, value in parameters.items() if name in self.names.stored}
-
-    def read(self, name: str, expected: Tensor) -> Tensor:
-        """Return the model's tensor `name`, on the host and in the model's dtype; see `Loader.read`."""
-        return self._loader.read(name, expected)
 
     def load_rest(self, away: bool = False) -> None:
         """Load everything outside the blocks, except towers of other modalities. Tied tensors stay one
@@ -157,11 +155,6 @@ class Skeleton:
             found[module] = name
         return found
 
-    def embed(self, ids: Tensor, values: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return the hidden states `[batch, tokens, hidden]` that enter block 0, for `ids [batch, tokens]`.
-        Models that pass more than hidden states between blocks return a `flow`. values: see `logits`."""
-        return self._recorder.embed(ids, values)
-
     def run_block(self, index: int, hidden: Tensor) -> Tensor:
         """Return the hidden states after block `index`. `hidden` must have the block's dtype. The head as a
         last block returns them unchanged."""
@@ -190,14 +183,6 @@ class Skeleton:
     def outputs(self, index: int, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield the output of `run_block` for every batch of hidden states."""
         return self.in_step(index, lambda k: self.run_block(index, batches[k]), len(batches))
-
-    def logits(self, hidden: Tensor, values: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return the logits `[tokens, vocabulary]` of the last block's output `hidden [tokens, hidden]`.
-
-        The model's own code runs norm, head, soft-capping and scaling. values: replace parameters outside the
-        blocks, by their names in the model; autograd tracks `hidden` and `values`.
-        """
-        return self._recorder.logits(hidden, values)
 
     def fetch_block(
         self, index: int, checkpoint: Checkpoint | None = None, decoded: bool = False

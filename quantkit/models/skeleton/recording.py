@@ -67,7 +67,8 @@ class Recorder:
         self._flow = Flow(part, by_ids=not same)
 
     def embed(self, ids: Tensor, values: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return the flow into the first block; record all arguments for this shape. values: see `logits`."""
+        """Return the flow into block 0, usually hidden states `[batch, tokens, hidden]`, for `ids [batch,
+        tokens]`; record all arguments for this shape. values: see `logits`."""
         hidden, calls = self._record(ids, values)
         self._keep(tuple(ids.shape), calls)
         return self._flow.pack(0, hidden, ids, ())
@@ -109,7 +110,11 @@ class Recorder:
             raise _unsupported(f"blocks of {self._kind} pass on a tensor of shape {error}") from error
 
     def logits(self, flow: Tensor, values: Mapping[str, Tensor] | None = None) -> Tensor:
-        """See `Skeleton.logits`; the last block's output is `flow [tokens, width]`."""
+        """Return the logits `[tokens, vocabulary]` of the last block's output `flow [tokens, width]`.
+
+        The model's own code runs norm, head, soft-capping and scaling. values: replace parameters outside the
+        blocks, by their names in the model; autograd tracks `flow` and `values`.
+        """
         with self._after_blocks(flow[None].to(self._device)) as ids:
             return self._run(ids, values).logits[0]
 
