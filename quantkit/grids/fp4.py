@@ -81,15 +81,12 @@ class Fp4Grid(Fp4Levels):
     """
 
     search: bool = True
+    divisor = 1.0  # of the scales
     bits = 4
     many = True
 
     def plain(self) -> Self:
         return replace(self, search=False)
-
-    def _divisor(self, weight: Tensor) -> float:
-        """Return the divisor of scales for groups `weight [rows, group_size]`."""
-        return 1.0
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Fp4Params:
         cost = None if importance is None else each_row(importance, len(weight)).t()
@@ -97,7 +94,7 @@ class Fp4Grid(Fp4Levels):
 
     def fit_columns(self, columns: Tensor, importance: Tensor | None = None) -> Fp4Params:
         """Return `fit` for groups `columns [group_size, rows]`; `importance` may have this shape too."""
-        divisor = self._divisor(columns)
+        divisor = self.together([columns]).divisor
         candidates = self._candidates(columns.abs().amax(0).mul_(divisor))
         scale = candidates[0].clone()
         if self.search:
@@ -175,9 +172,6 @@ class NvFp4Grid(Divided, Fp4Grid):
     group_size = 16
     label = "nvfp4, groups of 16"
     floating = ("scale",)  # before the division by the divisor
-
-    def _divisor(self, weight: Tensor) -> float:
-        return self.together([weight]).divisor
 
     def _candidates(self, largest: Tensor) -> Tensor:
         first = self._storable(largest / LARGEST_FP4).to(FLOAT8).view(torch.uint8).short()
