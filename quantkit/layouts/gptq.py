@@ -69,8 +69,8 @@ class GptqLayout(Layout):
         return PLANES[bits] if bits in SPLIT or (bits == 3 and self.version == 3) else (bits,)
 
     def at(self, linear: str) -> GptqLayout:
-        rule = rule_of(self.rules or (), linear)
-        return replace(self, **rule) if rule else self
+        matching = (rule for pattern, rule in self.rules or () if pattern.match(linear))
+        return replace(self, **next(matching, {}))
 
     def check(self, spec: LinearSpec) -> str | None:
         multiple = WORD if len(self.planes(spec.grid.bits)) > 1 else None  # each plane fills whole words
@@ -218,8 +218,3 @@ def stored_rules(config: Mapping[str, Any]) -> tuple[Rule, ...]:
         if not pattern.startswith("-:"):
             rules.append((regex, numbers))
     return tuple(rules)
-
-
-def rule_of(rules: Sequence[Rule], linear: str) -> dict[str, Any]:
-    """Return the values of the first rule that matches a linear; {} if none matches."""
-    return next((rule for pattern, rule in rules if pattern.match(linear)), {})
