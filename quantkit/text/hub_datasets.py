@@ -64,7 +64,10 @@ def open_rows(
             commit = folder.name
             builder = datasets.load_dataset_builder(str(folder), parsed.config)
         else:  # with a commit, datasets sends no requests to the dataset viewer, another host
-            commit = hub.dataset_revision(parsed.repo, revision)
+            with hub.explained(parsed.repo, revision, kind="dataset"):
+                api = huggingface_hub.HfApi()
+                api.auth_check(parsed.repo, repo_type="dataset")  # dataset_info also works for gated ones
+                commit = api.dataset_info(parsed.repo, revision=revision, timeout=30).sha
             builder = datasets.load_dataset_builder(parsed.repo, parsed.config, revision=commit)
         stream = builder.as_streaming_dataset(parsed.split)
         names = stream.column_names or list(next(iter(stream.take(1)), {}))

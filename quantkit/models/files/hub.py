@@ -97,21 +97,6 @@ def local(source: str, revision: str | None = None) -> Path | None:
     return None
 
 
-def dataset_revision(repo: str, revision: str | None = None) -> str:
-    """Return the commit hash of `revision` (default: main) of a dataset repository.
-
-    Raises QuantkitError (exit code 3) as `resolve` does, or if its files may not be read.
-    """
-    from huggingface_hub import HfApi
-
-    with explained(repo, revision, kind="dataset"):
-        api = HfApi()
-        api.auth_check(repo, repo_type="dataset")  # dataset_info alone also works for gated repositories
-        commit = api.dataset_info(repo, revision=revision, timeout=30).sha
-    assert commit is not None
-    return commit
-
-
 @contextmanager
 def explained(
     repo: str, revision: str | None = None, offline: bool = False, kind: str = "model"
