@@ -57,7 +57,7 @@ def trained(row: int) -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     stored = json.loads(tokenizer.to_str()) | {
-        "normalizer": ROWS[row].normalizer,
+        "normalizer": {"type": "NFC"} if ROWS[row].nfc else None,
         "pre_tokenizer": ROWS[row].pre_tokenizer,
     }
     tokenizer = Tokenizer.from_str(json.dumps(stored))

@@ -27,7 +27,7 @@ def of_model(parameters: Parameters) -> tuple[Architecture, Named] | Unsupported
     family = next((row for row in architectures.TABLE if settings.model_type in row.model_types), None)
     if family is None:
         return Unsupported(f"{settings.model_type} has no GGUF architecture that quantkit knows")
-    if not (family.mixture or family.hybrid):
+    if not (family.mixture or "ssm.state_size" in family.fields):
         return family, _of_dense(family, parameters)
     from quantkit.capacity import meta
 

@@ -32,7 +32,8 @@ def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> N
     except QuantkitError as error:
         integrity["notes"] = [f"values were not read: {error.message}"]
         return
-    checkpoint, weights = skeleton.checkpoint, by_stored_name(skeleton)
+    checkpoint, stored = skeleton.checkpoint, skeleton.names.stored
+    weights = {stored[name]: (name, tensor) for name, tensor in skeleton.stored_parameters().items()}
     problems = [f"{name} is absent" for name in skeleton.names.missing()]
     for done, parameter in enumerate(weights.values(), start=1):
         problems += _errors_of(partial(skeleton.read, *parameter))
@@ -44,12 +45,6 @@ def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> N
     integrity["problems"] += [problem for problem in problems if problem not in integrity["problems"]]
     unused = [name for name in checkpoint.names if name not in weights and not name.endswith(OF_CACHE)]
     integrity.update(deep=True, notes=[f"{name} is no part of the model" for name in unused])
-
-
-def by_stored_name(skeleton: Skeleton) -> dict[str, tuple[str, torch.nn.Parameter]]:
-    """Return {stored name: (name in the model, parameter)} for all weights."""
-    parameters = skeleton.stored_parameters().items()
-    return {skeleton.names.stored[name]: (name, parameter) for name, parameter in parameters}
 
 
 def _errors_of(read: Callable[[], Any]) -> list[str]:

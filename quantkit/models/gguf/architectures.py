@@ -95,11 +95,6 @@ class Architecture:
         return hidden // heads if blocks == self.wide_blocks else head_dim
 
     @property
-    def hybrid(self) -> bool:
-        """Return whether some blocks have a recurrent state instead of attention."""
-        return "ssm.state_size" in self.fields
-
-    @property
     def mixture(self) -> bool:
         return "expert_count" in self.fields
 

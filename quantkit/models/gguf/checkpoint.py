@@ -63,15 +63,8 @@ class GgmlTensor(TensorInfo):
             values = values[:, None]
         return values.t().contiguous() if target.conv1d else values
 
-    @property
-    def in_rows(self) -> bool:
-        """Return whether rows of the file are rows of transformers' tensor."""
-        target = self.target
-        moved = self.pieces or target.index is not None or target.changed or target.conv1d
-        return len(self.shape) == 2 and not moved
-
     def part(self, rows: slice) -> Self:
-        """Return some rows of a tensor that is `in_rows`."""
+        """Return some rows of a tensor; see `GgufCheckpoint.stores_rows`."""
         shape, size = (rows.stop - rows.start, *self.shape[1:]), self.nbytes // self.shape[0]
         place = {"offset": self.offset + rows.start * size, "nbytes": shape[0] * size}
         return replace(self, shape=shape, target=replace(self.target, shape=shape), **place)
@@ -154,9 +147,12 @@ class GgufCheckpoint(Checkpoint):
         return info.offset, data
 
     def stores_rows(self, name: str) -> bool:
-        """See `Checkpoint.stores_rows`; rows of codes are decoded."""
-        info = self.infos[name]
-        return info.in_rows if isinstance(info, GgmlTensor) else super().stores_rows(name)
+        """See `Checkpoint.stores_rows`; rows of codes are decoded. Rows of the file must be the model's."""
+        if not isinstance(info := self.infos[name], GgmlTensor):
+            return super().stores_rows(name)
+        target = info.target
+        moved = info.pieces or target.index is not None or target.changed or target.conv1d
+        return len(info.shape) == 2 and not moved
 
     def _values(self, info: TensorInfo, dtype: torch.dtype | None, rows: slice | None) -> Tensor:
         if not isinstance(info, GgmlTensor):

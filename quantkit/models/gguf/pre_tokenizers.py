@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Json = dict  # a pre-tokenizer or normalizer as tokenizer.json writes it
-NFC: Json = {"type": "NFC"}
 CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _stored = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 PATTERNS: dict[str, str] = _stored["patterns"]
@@ -39,10 +38,6 @@ class PreTokenizer:
     ignore_merges: bool = False
     add_bos: bool = False
     otherwise: str = ""
-
-    @property
-    def normalizer(self) -> Json | None:
-        return NFC if self.nfc else None
 
     @property
     def pre_tokenizer(self) -> Json:

@@ -101,8 +101,8 @@ def _byte_level(keys: Json, tokens: Tokens) -> tuple[Json, bool]:
     require(row, f"the file's pre-tokenizer {pre!r} is unknown", hint, UNSUPPORTED)
     model = _model(tokens, [_halves(merge) for merge in keys["merges"]])
     model["ignore_merges"] = row.ignore_merges
-    parts = {"normalizer": row.normalizer, "pre_tokenizer": row.pre_tokenizer, "model": model}
-    return parts | {"decoder": pre_tokenizers.WORDS}, row.add_bos
+    parts = {"normalizer": {"type": "NFC"} if row.nfc else None, "pre_tokenizer": row.pre_tokenizer}
+    return parts | {"model": model, "decoder": pre_tokenizers.WORDS}, row.add_bos
 
 
 def _halves(merge: str) -> tuple[str, str]:
