@@ -7,6 +7,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, require
@@ -28,11 +29,9 @@ SCALE_BIAS = {"Q3_K": 32, "Q6_K": 128, "IQ4_XS": 32} | dict.fromkeys(iquants.GRI
 
 
 def row_bytes(type_name: str, in_features: int) -> int:
-    """Return the bytes of one row of `in_features` weights, for any ggml type.
-
-    Raises QuantkitError if the type is unknown, or the row is not whole ggml blocks.
-    """
-    block, size = gguf.GGML_QUANT_SIZES[_type(type_name)]
+    """Return the bytes of one row of `in_features` weights of a ggml type. Raises QuantkitError if the row is
+    not whole ggml blocks."""
+    block, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
     what = f"rows of {in_features} weights do not divide into {type_name} blocks of {block}"
     require(in_features % block == 0, what, "choose a type with smaller blocks")
     return in_features // block * size
@@ -51,7 +50,7 @@ def encode_rows(type_name: str, weight: Tensor, importance: Tensor | None = None
             encoded[rows] = weight[rows].to(PLAIN[type_name]).contiguous().view(torch.uint8)
         else:  # for weights that were trained as -1, 0 and 1
             values = weight[rows].float().cpu().numpy()
-            encoded[rows] = torch.from_numpy(gguf.quants.quantize(values, _type(type_name)))
+            encoded[rows] = torch.from_numpy(gguf.quants.quantize(values, GGMLQuantizationType[type_name]))
 
     def blocks(rows: slice) -> None:
         weights = None if importance is None else importance[rows].float()
@@ -74,7 +73,7 @@ def vanished(type_name: str, weight: Tensor, encoded: Tensor) -> int:
 
     Raises QuantkitError if weights are too large for the type.
     """
-    size = gguf.GGML_QUANT_SIZES[_type(type_name)][0]
+    size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[type_name]][0]
     if size > 1:  # few matrices have such weights, and only their rows are decoded
         low, high = weight.unflatten(1, (-1, size)).aminmax(dim=2)
         largest = torch.maximum(-low, high).float()
@@ -94,17 +93,14 @@ def vanished(type_name: str, weight: Tensor, encoded: Tensor) -> int:
 def decode_rows(type_name: str, encoded: Tensor, in_features: int) -> Tensor:
     """Return values, float32 `[rows, in]`, of bytes `[rows, row_bytes]` of any type that gguf can decode.
 
-    Raises QuantkitError for other types, or if a row's bytes do not hold `in_features` weights.
+    Raises QuantkitError for other types.
     """
-    what = f"{list(encoded.shape)} bytes are not rows of {in_features} {type_name} weights"
-    fits = encoded.shape[1:] == (row_bytes(type_name, in_features),)
-    require(fits, what, "the file is damaged: fetch it again")
     values = torch.empty(len(encoded), in_features)
 
     def decode(rows: slice) -> None:
         blocks = encoded[rows].contiguous().cpu().numpy()
         with np.errstate(invalid="ignore"):  # infinite scales: callers look for values that are not finite
-            values[rows] = torch.from_numpy(gguf.quants.dequantize(blocks, _type(type_name)))
+            values[rows] = torch.from_numpy(gguf.quants.dequantize(blocks, GGMLQuantizationType[type_name]))
 
     try:
         by_chunks(decode, values)
@@ -181,10 +177,3 @@ def _codes(grid: CodeBookGrid, places: Tensor, signs: Tensor) -> Tensor:
 
 
 PARAMS = (Scale, ScaleAndMin, SubScales, SubScalesAndMins)
-
-
-def _type(name: str) -> Any:
-    types = gguf.GGMLQuantizationType
-    if name not in types.__members__:
-        raise QuantkitError(f"there is no ggml type {name}", hint=f"known are {', '.join((*PLAIN, *TYPES))}")
-    return types[name]
