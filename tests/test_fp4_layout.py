@@ -103,7 +103,7 @@ def test_a_linear_that_rounds_its_inputs(name):
     layout, tensors, values = stored(name, quantize_inputs=True)
     if name == "nvfp4":
         tensors["input_global_scale"] = torch.tensor([16.0])
-    module = layout.module(tensors, None)
+    module = layout.module(tensors, None, layout.values(tensors), False)
     assert isinstance(module, QuantizedInputLinear)
     exact = torch.tensor([0.0, 0.5, 1.0, -1.5, 2.0, 3.0, -4.0, 6.0] * 8)[None, None]
     torch.testing.assert_close(module(exact), exact @ values.T)

@@ -160,7 +160,7 @@ def test_inputs_are_rounded_as_engines_round_them(algo):
     layout, parts = case(algo)
     values = layout.values(parts)
     inputs = torch.randn(5, values.shape[1], generator=torch.Generator().manual_seed(1)) * 2
-    module = layout.module(parts, None)
+    module = layout.module(parts, None, values, False)
     if algo == "W4A16_NVFP4":
         assert module is None and not layout.rounds_inputs
         return

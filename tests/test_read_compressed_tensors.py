@@ -145,25 +145,29 @@ def test_module_multiplies_rounded_inputs(dtype):
     weight, bias = random_weight(AffineGrid(8, IN), OUT, IN), randn(OUT).to(dtype)
     tensors = {"weight": (weight.codes.short() - 128).to(torch.int8), "weight_scale": weight.params.scale}
     reader = layout("int-quantized", TOKEN, num_bits=8, strategy="channel")
-    module = reader.module(tensors, bias)
+    module = reader.module(tensors, bias, weight.values(), False)
     assert isinstance(module, QuantizedInputLinear)
     hidden = randn(2, 5, IN).to(dtype)
     inputs = rounded(hidden, reader.scheme.activations)
     assert inputs.dtype == dtype and not torch.equal(inputs, hidden)
     wanted = torch.nn.functional.linear(inputs, weight.values().to(dtype), bias)
     assert_sums(module(hidden), wanted, 1e-6 if dtype == torch.float32 else 2**-8)
-    assert layout("int-quantized", num_bits=8, strategy="channel").module(tensors, bias) is None
+    assert (
+        layout("int-quantized", num_bits=8, strategy="channel").module(tensors, bias, weight.values(), False)
+        is None
+    )
     floats = {"num_bits": 8, "type": "float"}
     static = layout("float-quantized", floats, strategy="channel", **floats)
     tensors |= {"weight": torch.zeros(OUT, IN, dtype=torch.float8_e4m3fn)}
     with pytest.raises(KeyError, match="input_scale"):  # of a checkpoint, its own error: see Checkpoint.parts
-        static.module(tensors, bias)
+        static.module(tensors, bias, weight.values(), False)
     with pytest.raises(QuantkitError, match="input_scale is"):
-        static.module(tensors | {"input_scale": torch.ones(2)}, bias)
+        static.module(tensors | {"input_scale": torch.ones(2)}, bias, weight.values(), False)
     tensors |= {"weight": torch.zeros(OUT, IN, dtype=torch.int8)}
     with pytest.raises(QuantkitError, match="groups of 64 inputs"):
         grouped = TOKEN | {"strategy": "group", "group_size": 64}
-        layout("int-quantized", grouped, num_bits=8, strategy="channel").module(tensors, bias)
+        reader = layout("int-quantized", grouped, num_bits=8, strategy="channel")
+        reader.module(tensors, bias, weight.values(), False)
 
 
 def test_a_checkpoint_computes_with_the_scheme_of_each_linear(tiny_model):

@@ -57,7 +57,9 @@ def test_a_linear_is_read_as_it_was_written():
     inputs = randn(3, 5, IN, seed=1)
     for one in (layout, reader):
         assert torch.equal(one.decode(tensors).values(), weight.values()) and one.rounds_inputs
-        assert_sums(one.module(tensors, None)(inputs), rounded(inputs) @ weight.values().T)
+        assert_sums(
+            one.module(tensors, None, one.values(tensors), False)(inputs), rounded(inputs) @ weight.values().T
+        )
     grouped = LinearSpec("a", 0, "a", OUT, IN, AffineGrid(8, 16))
     assert "one scale for each row" in layout.check(grouped)
 

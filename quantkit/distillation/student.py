@@ -117,7 +117,7 @@ class Student:
             placed = {suffix: tensor.to(skeleton.device) for suffix, tensor in parts.items()}
             with naming_errors(stored, placed):
                 weights[local] = layouts[local].decode(placed)
-            if layouts[local].module(placed, None) is not None:
+            if layouts[local].module(placed, None, weights[local].values(), False) is not None:
                 rounding.add(local)
             for kind, value in weights[local].floats().items():
                 floats[f"{local}.weight.{kind}"] = value.clone(memory_format=torch.contiguous_format)
@@ -203,7 +203,8 @@ def _rounded_inputs(module: nn.Module, block: TracedBlock, floats: Mapping[str, 
             weight, layout = block.weights[local], block.layouts[local]
             kept = weight.grid.storable(block.of_linear(local, floats))
             encoded = layout.encode(weight.with_floats(kept))
-            client = layout.module(encoded, linear.bias, None, processor.has_int8_products())
+            values, products = layout.values(encoded), processor.has_int8_products()
+            client = layout.module(encoded, linear.bias, values, products)
             exact = client(inputs[0].detach())
         return output + (exact - output).detach() if torch.is_grad_enabled() else exact
 

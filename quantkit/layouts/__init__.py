@@ -207,10 +207,10 @@ class Layout(ABC):
         return self.decode(tensors).values()
 
     def module(
-        self, tensors: Tensors, bias: Tensor | None, values: Tensor | None = None, products: bool = False
+        self, tensors: Tensors, bias: Tensor | None, values: Tensor, products: bool
     ) -> nn.Module | None:
         """Return a module that quantizes its inputs as clients do; None if clients only multiply with the
-        decoded weight. values: the decoded weight in the precision of the input, if it is decoded already.
+        decoded weight. values: the decoded weight, in the precision of the input to save a conversion.
         products: the processor multiplies int8 fast."""
         return None
 

@@ -78,9 +78,7 @@ class Int8Layout(Layout):
         codes, params = tensors["weight"].view(torch.uint8) ^ 128, Absmax(tensors["SCB"].float()[:, None])
         return QuantizedWeight(Int8Grid(spec.in_features), codes, params)
 
-    def module(
-        self, tensors: Tensors, bias: Tensor | None, values: Tensor | None = None, products: bool = False
-    ) -> nn.Module:
+    def module(self, tensors: Tensors, bias: Tensor | None, values: Tensor, products: bool) -> nn.Module:
         from quantkit.grids.int8 import Int8Linear
 
         return Int8Linear(tensors["weight"], tensors["SCB"].float(), bias, self.threshold, products)

@@ -37,15 +37,12 @@ class Fp8Layout(Renamed):
     renamed = {"weight_scale": "weight_scale_inv"}
     whole_blocks = ("out_features",)
 
-    def module(
-        self, tensors: Tensors, bias: Tensor | None, values: Tensor | None = None, products: bool = False
-    ) -> nn.Module:
+    def module(self, tensors: Tensors, bias: Tensor | None, values: Tensor, products: bool) -> nn.Module:
         from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear
 
-        weight = self.values(tensors) if values is None else values
-        size = math.gcd(self.form.block, weight.shape[1])
+        size = math.gcd(self.form.block, values.shape[1])
         numbers = Numbers(8, "float", True, "group", group_size=size, dynamic=True)
-        return QuantizedInputLinear(weight, bias, numbers, exact=True)
+        return QuantizedInputLinear(values, bias, numbers, exact=True)
 
     def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         return {

@@ -121,10 +121,9 @@ class CompressedTensorsLayout(Layout):
         raise damaged(tensors, f"{', '.join(tensors)} are of another form than {self.form.NAME}")
 
     def module(
-        self, tensors: Tensors, bias: Tensor | None, values: Tensor | None = None, products: bool = False
+        self, tensors: Tensors, bias: Tensor | None, values: Tensor, products: bool
     ) -> nn.Module | None:
-        form = self.scheme.form if self.scheme else self._form(tensors)
-        entry = None if self.scheme else form.activations()
+        entry = None if self.scheme else self._form(tensors).activations()
         numbers = self.scheme.activations if self.scheme else entry and schemes.numbers("activations", entry)
         if numbers is None:
             return None
@@ -136,11 +135,10 @@ class CompressedTensorsLayout(Layout):
             scale = tensors[suffix].float()
             if scale.numel() != 1:
                 raise damaged(tensors, f"{suffix} is {list(scale.shape)} instead of one number")
-        weight = self.values(tensors) if values is None else values
-        if numbers.group_size and weight.shape[1] % numbers.group_size:
-            why = f"rows of {weight.shape[1]} are not divided by groups of {numbers.group_size} inputs"
+        if numbers.group_size and values.shape[1] % numbers.group_size:
+            why = f"rows of {values.shape[1]} are not divided by groups of {numbers.group_size} inputs"
             raise damaged(tensors, why)
-        return QuantizedInputLinear(weight, bias, numbers, scale if scale is None else scale.view(1))
+        return QuantizedInputLinear(values, bias, numbers, scale if scale is None else scale.view(1))
 
     def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         """Return `quantization_config`. A linear with another form than most is a target by its exact name;
@@ -213,10 +211,9 @@ class Renamed(CompressedTensorsLayout):
         return self.form.decode(self.translated(tensors), self.sizes(tensors))
 
     def module(
-        self, tensors: Tensors, bias: Tensor | None, values: Tensor | None = None, products: bool = False
+        self, tensors: Tensors, bias: Tensor | None, values: Tensor, products: bool
     ) -> nn.Module | None:
-        values = self.values(tensors) if values is None and self.form.activations() else values
-        return super().module(self.translated(tensors), bias, values)
+        return super().module(self.translated(tensors), bias, values, products)
 
     def checked_spec(self, tensors: Mapping[str, Any]) -> LinearSpec:
         return layouts.checked_spec(tensors, self)
