@@ -71,19 +71,16 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A header with the attributes of a tensor that layouts check."""
+class _Part(TensorInfo):
+    """A header with the method of a tensor that layouts call. local: its file is on this disk."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    info: TensorInfo
-    contents: Contents
+    local: bool
 
     def tolist(self) -> list[int]:
         """Return the values of a small local tensor. Raises OutOfReach for large ones and on the hub."""
-        if self.contents.path is None or self.info.nbytes > TENSOR_BYTES or self.dtype not in UNPACKED:
+        if not self.local or self.nbytes > TENSOR_BYTES or self.dtype not in UNPACKED:
             raise OutOfReach
-        return memoryview(b"".join(raw(self.info))).cast(UNPACKED[self.dtype]).tolist()
+        return memoryview(b"".join(raw(self))).cast(UNPACKED[self.dtype]).tolist()
 
 
 def weights_of(contents: Contents) -> list[Weight]:
@@ -122,7 +119,8 @@ def _packed(layout: Layout, contents: Contents) -> Iterator[tuple[Weight, list[T
         linear_layout, codes, shape, parameters = layout, Codes(layout.label, 0), None, 0
         try:
             linear_layout = layout.at(linear)
-            parts = {part: _Part(info.dtype, info.shape, info, contents) for part, info in infos.items()}
+            local = contents.path is not None
+            parts = {part: _Part(**vars(info), local=local) for part, info in infos.items()}
             codes, shape, parameters = _codes(linear_layout, parts)
         except KeyError as error:
             codes = replace(codes, problem=f"{error.args[0]} is absent")
