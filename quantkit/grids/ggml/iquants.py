@@ -75,8 +75,7 @@ class CodeBookGrid(BlockGrid):
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> SubScales:
         """Return parameters `[out, groups]` for `weight [out, in]`, found faster than by ggml: scales suit
-        the magnitudes, whether or not the vectors are in the book. (With the encoder's own scales, which take
-        ten times as long, error feedback reaches the same loss.)"""
+        the magnitudes, whether or not the vectors are in the book (docs/measurements/gguf.md)."""
         blocks = weight.reshape(-1, self.sub_size).abs()
         cost = weight.new_ones(weight.shape[1]) if importance is None else importance
         weights = each_row(cost, len(weight)).reshape(-1, self.sub_size)
