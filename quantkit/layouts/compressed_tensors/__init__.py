@@ -185,7 +185,7 @@ class Renamed(CompressedTensorsLayout):
     code_part = "weight"
 
     def check(self, spec: LinearSpec) -> str | None:
-        block = getattr(self.form, "block", None) or 1
+        block = self.form.block or 1
         partial = [side for side in self.whole_blocks if getattr(spec, side) % block]
         if partial:
             return f"{partial[0]} {getattr(spec, partial[0])} is not a multiple of {block}"

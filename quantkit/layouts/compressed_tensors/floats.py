@@ -60,11 +60,6 @@ class FloatQuantized(Form):
         table: Table = {"weight": ("F8_E4M3", shape), "weight_scale": ("BF16", scales)}
         return table | ({"input_scale": ("BF16", (1,))} if self.static else {})
 
-    def sizes(self, tensors: Tensors) -> LinearSpec:
-        """Return the shape and the group size: the columns that share a scale."""
-        rows, columns = tensors["weight"].shape
-        return spec_of_shape(rows, columns, Width(8, min(self.block or columns, columns)))
-
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         from quantkit.grids.float8 import FLOAT8, LARGEST_FLOAT8
 

@@ -64,6 +64,7 @@ class Form:
     optional: tuple[str, ...] = ()
     floats: tuple[str, ...] = ("weight_scale",)
     needs: frozenset[Statistic] = frozenset()
+    block: int | None = None  # rows and columns that share a scale; None: one scale per row
     no_experts: str | None = None  # why no client reads experts in this form
 
     def of(self, spec: LinearSpec) -> Self:
@@ -82,6 +83,6 @@ class Form:
         return self
 
     def sizes(self, tensors: Tensors) -> LinearSpec:
-        """Return the shape of a linear from its stored tensors."""
+        """Return the shape of a linear from its stored tensors, and the columns that share a scale."""
         rows, columns = tensors[self.CODES[0]].shape
-        return spec_of_shape(rows, columns, Width(8, columns))
+        return spec_of_shape(rows, columns, Width(8, min(self.block or columns, columns)))
