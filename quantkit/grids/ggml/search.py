@@ -7,7 +7,7 @@ as in C, and no multiply-add is fused.
 `scale` and `low`: `x ≈ scale * code - low`. Signed searches have no `low`, and codes in -nmax .. nmax - 1.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -248,39 +248,18 @@ def _descend(x: Tensor, weights: Tensor, code: Tensor, bounds: tuple, squares_po
     """
     weighted = weights * x
     sum_lx, sum_l2 = total(weighted * code), total(weights * code * code)
-    parts = [x, weights, weighted, code, sum_lx, sum_l2]
     if squares_positive:
         code.remainder_(256)
-    kept = []  # groups leave when a round does not change them: no later round would
     for _ in range(ROUNDS):
-        changed = _choose_again(parts, bounds, squares_positive)
-        if changed.device.type != "cpu":
-            continue  # all groups: their selection would wait for the device
-        changed = changed.nonzero()[:, 0]
-        kept.append((parts, changed))
-        if not len(changed):
-            break
-        parts = [part[..., changed] for part in parts]
-    for (outer, changed), (inner, _) in reversed(list(zip(kept, kept[1:], strict=False))):
-        for k in (3, 4, 5):  # code and its sums
-            outer[k][..., changed] = inner[k]
+        own = weighted * code, (weights * code).mul_(code)
+        for x_i, w_i, wx_i, l_i, lx_i, l2_i in zip(x, weights, weighted, code, *own, strict=True):
+            rest_lx, rest_l2 = sum_lx - lx_i, sum_l2 - l2_i
+            new = (x_i * rest_l2).div_(rest_lx).round_().clamp_(*bounds)
+            new_lx = (wx_i * new).add_(rest_lx)
+            new_l2 = (w_i * new).mul_(new).add_(rest_l2)
+            better = (rest_lx > 0) & (new != l_i) & ((rest_l2 if squares_positive else new_l2) > 0)
+            better &= (new_lx * new_lx).mul_(sum_l2) > (sum_lx * sum_lx).mul_(new_l2)
+            torch.where(better, new.remainder_(256) if squares_positive else new, l_i, out=l_i)
+            torch.where(better, new_lx, sum_lx, out=sum_lx)
+            torch.where(better, new_l2, sum_l2, out=sum_l2)
     return torch.where(sum_l2 > 0, sum_lx / sum_l2, 0.0)
-
-
-def _choose_again(parts: Sequence[Tensor], bounds: tuple, squares_positive: bool) -> Tensor:
-    """Run one round; change the last three parts in place. Returns which groups changed."""
-    x, weights, weighted, code, sum_lx, sum_l2 = parts
-    changed = torch.zeros_like(sum_lx, dtype=torch.bool)
-    own = weighted * code, (weights * code).mul_(code)
-    for x_i, w_i, wx_i, l_i, lx_i, l2_i in zip(x, weights, weighted, code, *own, strict=True):
-        rest_lx, rest_l2 = sum_lx - lx_i, sum_l2 - l2_i
-        new = (x_i * rest_l2).div_(rest_lx).round_().clamp_(*bounds)
-        new_lx = (wx_i * new).add_(rest_lx)
-        new_l2 = (w_i * new).mul_(new).add_(rest_l2)
-        better = (rest_lx > 0) & (new != l_i) & ((rest_l2 if squares_positive else new_l2) > 0)
-        better &= (new_lx * new_lx).mul_(sum_l2) > (sum_lx * sum_lx).mul_(new_l2)
-        torch.where(better, new.remainder_(256) if squares_positive else new, l_i, out=l_i)
-        torch.where(better, new_lx, sum_lx, out=sum_lx)
-        torch.where(better, new_l2, sum_l2, out=sum_l2)
-        changed |= better
-    return changed
