@@ -13,7 +13,7 @@ from nights import nightly
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from quantkit.cli import distill_report
+from quantkit.cli import distill as command
 from quantkit.distillation import blocks, job
 from quantkit.distillation.options import DistillOptions
 from quantkit.distillation.request import Request
@@ -436,7 +436,7 @@ def test_the_command_says_what_it_did(workplace, quantkit, tmp_path, capsys):
     assert f"distilled (held-out KL divergence {record['before']:.5f} → {record['after']:.5f})" in told
     capsys.readouterr()
     record.pop("eval")
-    distill_report.print_record(record)
+    command.show(record)
     out = capsys.readouterr().out
     assert "block by block" in out and "end to end" in out and "quantkit eval" in out
 

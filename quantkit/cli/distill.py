@@ -11,11 +11,16 @@ Never worse: a stage that does not lower the divergence from the teacher on held
 the exit code is 0 nevertheless.
 """
 
+from shlex import quote
 from typing import Any
+
+from rich.console import Console
 
 from quantkit.cli import flags, running, streams
 from quantkit.distillation.options import DistillOptions
+from quantkit.errors import count
 from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.tables import make_table, megabytes, print_facts, print_refused
 
 FORWARD = ("dtype", "device", "batch_size", "threads")  # run options that training uses
 HELP = {  # help that differs from that of other jobs
@@ -46,7 +51,6 @@ def command(
     options.check()
     with streams.listener(values["quiet"]) as progress:
         with streams.uncollected():  # after the first line of progress: torch takes seconds
-            from quantkit.cli import distill_report
             from quantkit.distillation import job, request
 
         asked = {"teacher": teacher, "student": student, "options": options}
@@ -62,4 +66,55 @@ def command(
         if not values["dry_run"]:
             with running.resumable([prepared.staging], kept=lambda: "the training so far is"):
                 record = prepared.run(progress)
-    streams.present(record, values["as_json"], lambda: distill_report.print_record(record))
+    streams.present(record, values["as_json"], lambda: show(record))
+
+
+def show(record: dict[str, Any]) -> None:
+    """Print the record of a finished job, or of a dry run."""
+    from quantkit.cli import job_report
+    from quantkit.evaluation.comparison.table import report
+
+    console, done = Console(highlight=False, markup=False), "stages" in record
+    options, made, held_out = record["options"], record["calibration"], record["sequences"]["held_out"]
+    memory, execution, trained = record["memory"], record["execution"], record["trained"]
+    facts = {
+        "written" if done else "output": record["output"],
+        "trained": f"floats of {count(trained['linears'], 'linear')}, "
+        f"{count(trained['norms_and_biases'], 'tensor')} of norms and biases; codes stay",
+        "text": f"{job_report.calibration(made)}; {held_out} held out",
+    }
+    if not done:
+        how = "codes of all blocks in memory" if memory["hold"] else "codes read again for every block"
+        whole = f", {megabytes(memory['whole'])} end to end ({how})" if options["epochs"] else ""
+        facts["stages"] = _stages(options)
+        blocks = f"about {megabytes(memory['blocks'])} block by block{whole}"
+        facts["memory"] = f"{blocks}, on {execution['device']}, and Python itself"
+        facts["computes"] = job_report.computes(execution, True)
+        print_refused(console, record["refused"])
+        print_facts(console, facts)
+        return
+    facts["seconds"] = job_report.total(record["seconds"])
+    print_facts(console, facts)
+    table = make_table("held-out KL divergence", "before", "after", "")
+    for stage in record["stages"]:
+        verdict = "kept" if stage["kept"] else "not kept"
+        table.add_row(stage["name"], f"{stage['before']:.5f}", f"{stage['after']:.5f}", verdict)
+    console.print(table)
+    if record["improved"]:
+        share = 1 - record["after"] / record["before"]
+        change = f"{record['before']:.5f} → {record['after']:.5f} (-{share:.1%})"
+        console.print(f"divergence from the teacher: {change}")
+    else:
+        console.print("nothing was better than the student as it is: its tensors were copied unchanged")
+    if "eval" in record:
+        report(record["eval"]).show()
+    else:
+        names = " ".join(quote(record[key]) for key in ("teacher", "student", "output"))
+        console.print(f"\nnext: quantkit eval {names}", soft_wrap=True)
+
+
+def _stages(options: dict) -> str:
+    """Return a phrase such as `2 epochs for each block, then 4 epochs end to end`."""
+    each = [f"{count(options['block_epochs'], 'epoch')} for each block"] * bool(options["block_epochs"])
+    whole = [f"{count(options['epochs'], 'epoch')} end to end"] * bool(options["epochs"])
+    return ", then ".join(each + whole)
