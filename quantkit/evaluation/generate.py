@@ -52,29 +52,25 @@ def shared_dtype(requested: str, checkpoint: Checkpoint, device: torch.device) -
     return getattr(torch, choose_dtype(requested, declared, device))
 
 
-def comparable(checkpoints: Sequence[Checkpoint]) -> list[bool]:
-    """Return, for each checkpoint, whether its tokenizer equals the first one's."""
-    if len(checkpoints) == 1:
-        return [True]
-    hashes = [tokenizer_sha256(made.tokenizer, made.text_config.vocab_size) for made in checkpoints]
-    return [digest == hashes[0] for digest in hashes]
-
-
-def warnings(
-    checkpoints: Sequence[Checkpoint], same_tokens: Sequence[bool], settings: GenerateSettings
-) -> list[str]:
-    """Return warnings about other tokenizers. same_tokens: result of `comparable`. Raises QuantkitError (exit
-    code 2) if prompt and new tokens exceed the context of a model."""
+def comparable(
+    checkpoints: Sequence[Checkpoint], settings: GenerateSettings, warn: Callable[[str], None]
+) -> list[bool]:
+    """Return, for each checkpoint, whether its tokenizer equals the first one's; warn of those that differ.
+    Raises QuantkitError (exit code 2) if prompt and new tokens exceed the context of a model."""
     for checkpoint in checkpoints:
         prompt, context = encode(checkpoint, settings).shape[1], checkpoint.context or math.inf
         length, room = prompt + settings.tokens, context - prompt
         what = f"{checkpoint.source} was made for {context} tokens; prompt and -n make {length}"
         hint = f"choose at most -n {room}" if room > 0 else "give a shorter prompt"
         require(length <= context, what, hint, USAGE)
-    others = [
-        checkpoint.source for checkpoint, same in zip(checkpoints, same_tokens, strict=True) if not same
-    ]
-    return [f"{source} has another tokenizer: its text is not compared" for source in others]
+    if len(checkpoints) == 1:
+        return [True]
+    hashes = [tokenizer_sha256(made.tokenizer, made.text_config.vocab_size) for made in checkpoints]
+    same = [digest == hashes[0] for digest in hashes]
+    for checkpoint, equal in zip(checkpoints, same, strict=True):
+        if not equal:
+            warn(f"{checkpoint.source} has another tokenizer: its text is not compared")
+    return same
 
 
 def continue_prompt(
