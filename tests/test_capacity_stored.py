@@ -108,13 +108,11 @@ def test_a_quantized_checkpoint_has_the_parameters_of_its_original(packed, layou
 
 def test_shapes_that_no_header_tells_are_those_of_the_family(packed):
     """bitsandbytes keeps them in a text, which is out of reach on the hub."""
-    from quantkit.capacity import quantized
-
     whole, found, _ = packed(*LAYOUTS["nf4"])
     contents = replace(open_contents(found.name), path=None)
-    entries = quantized.entries(contents)
+    entries = source.of_quantized(contents)
     assert {e.name: e.shape for e in entries} == {t.name: t.shape for t in whole.parameters.tensors}
-    strange = quantized.entries(replace(contents, config=contents.config | {"model_type": "strange"}))
+    strange = source.of_quantized(replace(contents, config=contents.config | {"model_type": "strange"}))
     assert sum(torch.Size(entry.shape).numel() for entry in strange) == whole.parameters.count
     assert parameters.from_headers(strange, whole.settings).linears == []
 

@@ -11,7 +11,7 @@ from nights import nightly
 from sums import assert_sums
 
 from quantkit import layouts
-from quantkit.capacity import quantized
+from quantkit.capacity.source import of_quantized
 from quantkit.distillation.student import refuse_unlike
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation.settings import EvalSettings, data_free
@@ -271,7 +271,7 @@ def test_scales_of_the_cache_are_the_largest_value_of_the_calibration_text(demo_
     assert told.activations == "float8, each token by itself; keys and values float8, by stored scales"
     before, after = (record.describe(headers.at(str(at), at))["model"] for at in (demo_model, out))
     assert after["parameters"] == before["parameters"]  # no scale is one
-    assert sum(entry.in_file for entry in quantized.entries(headers.at(str(out), out))) == after["bytes"]
+    assert sum(entry.in_file for entry in of_quantized(headers.at(str(out), out))) == after["bytes"]
     scales = {n: t for n, t in jobs.tensors(out).items() if n.endswith(("k_scale", "v_scale"))}
     assert len(scales) == 12 and all(t.shape == (1,) for t in scales.values())
     written = Skeleton(open_checkpoint(str(out)), torch.float32, torch.device("cpu"))

@@ -1,16 +1,22 @@
-"""Reads a model without loading weights: config.json and the headers of the weight files."""
+"""Reads a model without loading weights: config.json and the headers of the weight files.
+
+Codes and scales of quantized checkpoints and GGUF files, which inspection/stored.py finds, become the tensors
+that a plain checkpoint of the model would have, so that the same computations apply.
+"""
 
 import math
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quantkit.capacity import Unsupported, kv_cache, parameters
-from quantkit.capacity.parameters import DTYPE_BYTES, MOST_EXPERTS, Parameters, Tensor
+from quantkit.capacity.parameters import CONV1D_FAMILIES, DTYPE_BYTES, MOST_EXPERTS, Parameters, Tensor
 from quantkit.capacity.settings import Settings
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, require
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all, require
+from quantkit.inspection.stored import Weight, weights_of
 from quantkit.layouts import quantization_of
 from quantkit.models import kv_types
 from quantkit.models.files import safetensors_folder, untrusted
@@ -27,6 +33,20 @@ MOST_MODULES = 300_000  # layers times experts; more mean a damaged config.json
 FEWEST = 1000  # parameters; with fewer, the user forgot the unit
 NUMBER = r"(\d{1,16}(?:\.\d{0,16})?(?:E\+?\d{1,2})?)\s*([KMBT]?)"
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+FLOAT8, FLOATS = "F8", ("F", "BF")  # prefixes of type names
+NAMES = {  # part of a GGUF name -> usual name in checkpoints; the first match counts
+    r"^token_embd\.": "model.embed_tokens.",
+    r"^position_embd\.": "model.embed_positions.",
+    r"^output\.": "lm_head.",
+    r"\.attn_([qkv])\.": r".self_attn.\1_proj.",
+    r"\.attn_qkv\.": ".self_attn.qkv_proj.",
+    r"\.attn_output\.": ".self_attn.o_proj.",
+    r"\.ffn_(gate|up|down)_exps\.": r".mlp.experts.\1_proj.",
+    r"\.ffn_(gate|up|down)\.(\d+)\.": r".mlp.experts.\2.\1_proj.",  # in old files one by one
+    r"\.ffn_gate_inp\.": ".mlp.gate.",
+    r"\.ffn_(gate|up|down)\.": r".mlp.\1_proj.",
+}
+FACTORS = re.compile(r"rope_(freqs|factors_\w+)\.weight")  # factors of rotary frequencies, not parameters
 
 
 @dataclass(frozen=True)
@@ -85,14 +105,12 @@ def _of_headers(contents: Contents) -> Source:
     layout = str(quantization.get("quant_method") or ("bitsandbytes" if old else "unnamed"))
     basis = "safetensors headers"
     gguf = contents.container == "gguf"
-    if gguf or quantization:
-        from quantkit.capacity import quantized  # not needed for plain checkpoints
     if gguf:
         latent = "kv_lora_rank" in contents.config  # no tensor has the width of its cache
         settings = Settings(contents.config, contents.config if latent else None)
-        entries, basis, layout = quantized.of_gguf(contents, settings), "the GGUF header", "gguf"
+        entries, basis, layout = of_gguf(contents, settings), "the GGUF header", "gguf"
     elif quantization:
-        entries = quantized.entries(contents)
+        entries = of_quantized(contents)
     else:
         untrusted.refuse_codes(contents.infos.values())
     stored = parameters.from_headers(entries, settings)
@@ -102,6 +120,63 @@ def _of_headers(contents: Contents) -> Source:
     if not stored.quantized:
         return Source(contents.source, stored, basis)
     return Source(contents.source, stored, basis, (QUANTIZED,), layout)
+
+
+def of_quantized(contents: Contents) -> list[Tensor]:
+    """Return every parameter of a quantized checkpoint, with its original shape. Raises QuantkitError (exit
+    code 4), with names, if tensors are stored in an unknown way."""
+    weights = weights_of(contents)
+    odd = [weight.name for weight in weights if not _understood(weight)]
+    what = f"{contents.source} stores {name_all(odd, 2)} in an unknown way"
+    require(not odd, what, "plan the original checkpoint, or give only --params", UNSUPPORTED)
+    shapes: dict[str, tuple[int, ...]] = {}
+    if any(weight.shape is None for weight in weights):  # bitsandbytes stores no shapes in headers
+        from quantkit.capacity import meta
+
+        with suppress(Unsupported):
+            shapes = meta.shapes(contents.config)
+    element = DTYPE_BYTES[Settings.of(contents.config).stored_dtype]
+    return [_entry(weight, shapes, element) for weight in weights]
+
+
+def _understood(weight: Weight) -> bool:
+    """Return whether the number of parameters of a stored weight is known."""
+    if weight.codes:
+        return bool(weight.parameters) and not weight.codes.problem
+    return weight.dtype.startswith(FLOATS) or len(weight.shape or ()) < 2
+
+
+def _entry(weight: Weight, shapes: Mapping[str, tuple[int, ...]], element: int) -> Tensor:
+    """Return the original parameter. shapes: where headers have none. element: bytes of a value."""
+    if not weight.parameters:  # a scale of keys or values
+        return Tensor(weight.name, (0,), 0, weight.nbytes)
+    if not weight.codes and not weight.dtype.startswith(FLOAT8):
+        return Tensor(weight.name, tuple(weight.shape), weight.nbytes)
+    shape = weight.shape or shapes.get(weight.name)
+    if shape is None or math.prod(shape) != weight.parameters:
+        shape = (weight.parameters,)
+    return Tensor(weight.name, tuple(shape), element * weight.parameters, weight.nbytes)
+
+
+def of_gguf(contents: Contents, settings: Settings) -> list[Tensor]:
+    """Return every parameter of a GGUF file under the usual names of checkpoints. nbytes of quantized ones is
+    that of 16 bit. Raises QuantkitError (exit code 4) for a file without a language model."""
+    whole = f"{contents.metadata.get('general.architecture')}.block_count" in contents.metadata
+    hint = "give the GGUF file of a model, not of an importance matrix or a vocabulary"
+    require(whole, f"{contents.path} holds no language model", hint, UNSUPPORTED)
+    weights = (weight for weight in weights_of(contents) if not FACTORS.fullmatch(weight.name))
+    return [_entry(_renamed(weight, settings), {}, 2) for weight in weights]
+
+
+def _renamed(weight: Weight, settings: Settings) -> Weight:
+    name, shape = weight.name, weight.shape
+    for pattern, usual in NAMES.items():
+        name, matches = re.subn(pattern, usual, name)
+        if matches:
+            break
+    if settings.model_type in CONV1D_FAMILIES and name.startswith("blk.") and len(shape) == 2:
+        shape = shape[::-1]  # transformers stores these [in, out]
+    return replace(weight, name=name, shape=shape)
 
 
 def _of_config(name: str, config: Mapping[str, Any]) -> Source:
