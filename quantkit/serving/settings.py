@@ -1,6 +1,5 @@
 """Flags of the commands that run a model in their own process, and the checks of numbers and lists."""
 
-import os
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -25,8 +24,7 @@ class LocalOptions:
     @property
     def cores(self) -> int:
         """Return the number of CPU threads to compute with."""
-        variable = os.environ.get("OMP_NUM_THREADS", "")
-        return self.threads or (int(variable) if variable.isdigit() and int(variable) else processor.cores())
+        return self.threads or processor.threads()
 
     def check(self) -> None:
         """Raise QuantkitError (exit code 2) for values that are invalid for every model."""
