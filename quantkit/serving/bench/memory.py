@@ -11,7 +11,7 @@ STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Meter:
-    """Measures peak memory. device: torch's; None where another engine computes.
+    """Measures peak memory. device: torch's; None where another engine computes. how: what is measured.
 
     On a CPU: resident memory of the process, mapped files included, above its value when the Meter was
     created. So create it after the libraries are imported and before the model is loaded.
@@ -25,11 +25,7 @@ class Meter:
             self._module = torch.get_device_module(device)
             self._device = device
         self._base = 0 if self._module else resident()
-
-    @property
-    def how(self) -> str:
-        """Description of what is measured, for the report."""
-        return "allocated by torch on the device" if self._module else "resident, above the interpreter"
+        self.how = "allocated by torch on the device" if self._module else "resident, above the interpreter"
 
     def reset(self) -> None:
         """Start a new peak. Systems that cannot reset go on with the peak since the process started."""
