@@ -64,11 +64,6 @@ class Model:
         """Return the seconds of a token in the head, and of its divergence."""
         return self.head.weights * self.speed.product + LOGIT * self.head.rows * self.speed.value
 
-    @cached_property
-    def moments(self) -> float:
-        """Return the seconds of a token in the second moments of all sites."""
-        return self.speed.moment * sum(site.share * site.columns**2 for site in self.sites)
-
     def solve(self, work: Work, sites: Iterable[Site]) -> float:
         """Return the seconds of choosing the codes of these sites, with the transform."""
         speed, seconds = self.speed, 0.0
@@ -99,7 +94,8 @@ class Model:
         if work.feeds_back:  # also compared with round to nearest
             rounded += NEAREST * self.speed.weight * sum(site.weights for site in self.sites)
         run = passes * tokens + compared + min(tokens, BATCH_TOKENS) * calibrated
-        run = self.forward * run + self.moments * moments * tokens * calibrated + self.logits * compared
+        moments *= self.speed.moment * sum(site.share * site.columns**2 for site in self.sites)  # of a token
+        run = self.forward * run + moments * tokens * calibrated + self.logits * compared
         start = START + TOKEN * self.head.rows
         return start + run + rounded + PARAMETER * self.speed.value * self.parameters
 
