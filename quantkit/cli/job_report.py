@@ -248,19 +248,14 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
     for note in summary.steps_down:
         print_line(console, f"note: {note}")
     record, _ = look.at(summary.output)
-    _print_load(console, record["clients"], summary.output)
+    for index, (_, line, packages) in enumerate(clients.load_lines(record["clients"], summary.output)):
+        after = f"  (pip install {packages})" if packages else ""
+        console.print(f"{'or' if index else 'load':12s} {line}{after}", soft_wrap=True)
     if evaluation:
         return report(evaluation).show()
     command = "eval" if record["tokenizer"] else "inspect"  # eval reads text
     models = f"{quote(summary.source)} {quote(summary.output)}"
     console.print(f"\nnext: quantkit {command} {models}", soft_wrap=True)
-
-
-def _print_load(console: Console, rows: list[dict], output: str) -> None:
-    """Print the command or the call of each client that loads the output. rows: see `clients.known`."""
-    for index, (_, line, packages) in enumerate(clients.load_lines(rows, output)):
-        after = f"  (pip install {packages})" if packages else ""
-        console.print(f"{'or' if index else 'load':12s} {line}{after}", soft_wrap=True)
 
 
 def print_imatrix(record: dict) -> None:
