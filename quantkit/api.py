@@ -193,13 +193,6 @@ def verify(
     return record
 
 
-class _Warning(Progress):
-    """Turns warnings into Python's own."""
-
-    def warn(self, text: str) -> None:
-        warnings.warn(text, stacklevel=2)
-
-
 @contextmanager
 def _listening(progress: Progress | bool) -> Iterator[Progress]:
     """Yield the listener of a call; leave torch's number of threads as it was."""
@@ -213,6 +206,8 @@ def _listening(progress: Progress | bool) -> Iterator[Progress]:
             with listener(quiet=False) as display:
                 yield display
         else:
-            yield progress or _Warning()
+            silent = Progress()
+            silent.warn = warnings.warn
+            yield progress or silent
     finally:
         torch.set_num_threads(threads)
