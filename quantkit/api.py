@@ -21,7 +21,7 @@ from quantkit.quantize.prepare.values import filled
 from quantkit.quantize.progress import Progress
 
 if TYPE_CHECKING:
-    from quantkit.evaluation.of_job import Result
+    from quantkit.evaluation.runs import Result
 
 Place = str | os.PathLike[str]  # a folder, a GGUF file or a hub id
 
@@ -60,18 +60,18 @@ def quantize(
         trust_remote_code=trust_remote_code, resume=resume, overwrite=overwrite,
     )  # fmt: skip
     with _listening(progress) as listener:
-        from quantkit.evaluation import of_job, windows
+        from quantkit.evaluation import runs, windows
         from quantkit.quantize import job
         from quantkit.quantize.outputs import finish
 
         outputs, jobs = job.prepare_all(request, listener)
         if not jobs:
             _, jobs = job.prepare_all(replace(request, resume=False), Progress(), dry_run=True)
-            return of_job.Result(outputs, list(map(finish.of_finished, jobs)), finished=True)
+            return runs.Result(outputs, list(map(finish.of_finished, jobs)), finished=True)
         column, text = request.calibration.text_column, None
         if evaluate_on:
             text = windows.load(jobs[0].checkpoint, evaluate_on, column=column)
-        return of_job.run(jobs, text, listener)
+        return runs.run(jobs, text, listener)
 
 
 def evaluate(
@@ -90,10 +90,10 @@ def evaluate(
     named = [models] if isinstance(models, str | os.PathLike) else models
     asked = filled(EvalSettings, options | ({"text": os.fspath(text)} if text else {}), "evaluate")
     with _listening(progress) as listener:
-        from quantkit.evaluation import job
+        from quantkit.evaluation import runs
 
         opened = revision, offline, trust_remote_code, Path(card) if card else None
-        return Evaluation(job.measure(list(map(os.fspath, named)), asked, listener, *opened))
+        return Evaluation(runs.measure(list(map(os.fspath, named)), asked, listener, *opened))
 
 
 def inspect(

@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "RAYON", "VECLIB", "NUMEXPR")}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TORCHDYNAMO_DISABLE": "1"}
-KNOWN = ("quantkit.cli", "quantkit.cli.job_report", "quantkit.quantize.loop", "quantkit.evaluation.of_job")
+KNOWN = ("quantkit.cli", "quantkit.cli.job_report", "quantkit.quantize.loop", "quantkit.evaluation.runs")
 KNOWN += ("transformers.models.llama.modeling_llama",)  # imported at once; more is learnt
 PATIENCE = 300  # seconds for a job of less than one
 

@@ -50,11 +50,11 @@ def command(
     outputs.check()
     with streams.listener(quiet) as progress:
         with streams.uncollected():  # after the first line of progress: torch takes seconds
-            from quantkit.evaluation import job
+            from quantkit.evaluation import runs
             from quantkit.evaluation.comparison.table import markdown, report
 
         opened = values["revision"], values["offline"], values["trust_remote_code"], card
-        result = job.measure(models, asked, progress, *opened)
+        result = runs.measure(models, asked, progress, *opened)
     comparison = report(result)
 
     def finish() -> None:

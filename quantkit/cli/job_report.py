@@ -12,7 +12,7 @@ from quantkit.capacity.job import INTERPRETER_BYTES, seconds
 from quantkit.capacity.show import duration
 from quantkit.errors import count, name_all
 from quantkit.evaluation.comparison.table import report
-from quantkit.evaluation.of_job import Result
+from quantkit.evaluation.runs import Result
 from quantkit.inspection import clients, look, show
 from quantkit.inspection.names import of_experts, starred
 from quantkit.models.files import gguf_shards

@@ -69,7 +69,7 @@ def run(base: recipe.Recipe, settings: Sequence[str], context: typer.Context, va
     with streams.listener(values["quiet"]) as progress:
         with streams.uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.cli import job_report
-            from quantkit.evaluation import of_job
+            from quantkit.evaluation import runs
             from quantkit.evaluation import windows as windows_of
             from quantkit.inspection import publish
             from quantkit.models.machine import distributed
@@ -82,10 +82,10 @@ def run(base: recipe.Recipe, settings: Sequence[str], context: typer.Context, va
             card.check(head, folder / card.CARD, "use quantkit push after the job; then ")
         if values["dry_run"] and jobs:
             progress.close()
-            plans = of_job.merged([job_report.plan_record(prepared) for prepared in jobs])
+            plans = runs.merged([job_report.plan_record(prepared) for prepared in jobs])
             return streams.present(plans, values["as_json"], lambda: job_report.print_plans(jobs))
 
-        def report(result: of_job.Result) -> None:
+        def report(result: runs.Result) -> None:
             progress.close()
             streams.present(result.record(), values["as_json"], lambda: job_report.print_result(result))
             for output in result.outputs if values["push"] and not distributed.rank() else ():
@@ -93,10 +93,10 @@ def run(base: recipe.Recipe, settings: Sequence[str], context: typer.Context, va
                 print(f"published  {sent['url']}", file=sys.stderr if values["as_json"] else sys.stdout)
 
         if not jobs:
-            return report(of_job.Result(outputs, [], finished=True))
+            return report(runs.Result(outputs, [], finished=True))
         windows = None
         if values["eval_text"]:  # raises for an unsuitable text
             column = request.calibration.text_column
             windows = windows_of.load(jobs[0].checkpoint, values["eval_text"], column=column)
         with running.resumable([prepared.staging for prepared in jobs]):
-            report(of_job.run(jobs, windows, progress))
+            report(runs.run(jobs, windows, progress))

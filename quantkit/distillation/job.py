@@ -21,7 +21,7 @@ from quantkit.distillation.blocks import Training
 from quantkit.distillation.request import Request, stage
 from quantkit.distillation.student import Floats, Student, vectors
 from quantkit.errors import UNSUPPORTED, USAGE, name_all, refusal, require
-from quantkit.evaluation import of_job, windows
+from quantkit.evaluation import runs, windows
 from quantkit.evaluation.evaluate import check_comparable
 from quantkit.evaluation.windows import Windows
 from quantkit.grids.distance import token_distances
@@ -127,7 +127,7 @@ class Job:
         if self.evaluated:
             models = [self.request.student, self.staging.output]
             measured = teacher.checkpoint, models, self.evaluated, teacher.device, progress.evaluating
-            record["eval"] = of_job.measure(*measured)
+            record["eval"] = runs.of_outputs(*measured)
         return record | {"seconds": timings.seconds}
 
     def _make(self, progress: Progress, timings: Timings) -> dict:
