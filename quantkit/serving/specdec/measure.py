@@ -1,7 +1,6 @@
 """Measures drafts: every k and the target alone, interleaved on the same prompts; compares the texts."""
 
 import gc
-import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -56,7 +55,8 @@ def compare(
     dtype = str(shared_dtype(settings.dtype, target, device)).removeprefix("torch.")
     settings = replace(settings, dtype=dtype)  # drafts compute in the target's
     _check([target, *(draft for draft in drafts if draft is not None)], settings)
-    prompts = _prompts(target, settings).to(device)
+    text = _prompts(target, settings)
+    prompts = text.tokens.to(device)
     progress.phase(f"loading {target.source}")
     model, target_memory = _load(target, settings)
     measured = []
@@ -78,7 +78,7 @@ def compare(
     recorded = asdict(settings) | {
         "ks": settings.ks,
         "text": settings.prompt_text.name if settings.prompt_text else "shipped",
-        "prompts_sha256": hashlib.sha256(prompts.cpu().numpy().astype("<i8").tobytes()).hexdigest(),
+        "prompts_sha256": text.provenance.sha256,
         "device": str(device),
         "threads": torch.get_num_threads(),
     }
@@ -101,7 +101,7 @@ def _check(models: Sequence[Checkpoint], settings: SpecdecSettings) -> None:
     check_comparable(models, hint)
 
 
-def _prompts(checkpoint: Checkpoint, settings: SpecdecSettings) -> Tensor:
+def _prompts(checkpoint: Checkpoint, settings: SpecdecSettings) -> calibration.CalibrationSet:
     """Return token ids, int64 `[prompts, tokens]`, from --prompt-text or the shipped text. Raises
     QuantkitError if the text cannot be read or is too short."""
     options = CalibrationOptions(
@@ -111,7 +111,7 @@ def _prompts(checkpoint: Checkpoint, settings: SpecdecSettings) -> Tensor:
         seqlen=settings.prompt_tokens,
         seed=settings.seed,
     )
-    return calibration.load(checkpoint, options).tokens
+    return calibration.load(checkpoint, options)
 
 
 def _load(checkpoint: Checkpoint, settings: SpecdecSettings) -> tuple[nn.Module, dict[str, Any]]:
