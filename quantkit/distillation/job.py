@@ -7,7 +7,6 @@ This file opens and compares both models and plans memory before any weights are
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from quantkit.models.files.open import check_unchanged, open_checkpoint
 from quantkit.models.machine.memory import map_large_blocks
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.job import calibrate, open_skeleton
-from quantkit.quantize.outputs.folder import TIMINGS
+from quantkit.quantize.outputs.folder import TIMINGS, write_json
 from quantkit.quantize.prepare.plan import check_disk
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.folder import Staging, disk_errors
@@ -184,8 +183,7 @@ class Job:
         with timings("verify"):
             publish.verify(student, floats, target, self.training.held_out[0])
         if target.is_dir():
-            seconds = {"seconds": timings.seconds, "steps_down": []}
-            (target / TIMINGS).write_text(json.dumps(seconds, indent=2) + "\n")
+            write_json(target / TIMINGS, {"seconds": timings.seconds, "steps_down": []})
 
     def _described(self) -> dict:
         """Return the job's entry for the manifest; it contains no times or paths."""

@@ -24,7 +24,7 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.files.reading import DTYPES
 from quantkit.models.gguf.checkpoint import GgufCheckpoint
 from quantkit.quantize.outputs.finish import FAULTY, refuse_unlike
-from quantkit.quantize.outputs.folder import TIMINGS
+from quantkit.quantize.outputs.folder import TIMINGS, write_json
 
 MANIFEST_HINT = "copy or download it again"
 IN_FILE = "quantkit.manifest"  # the manifest's key in a GGUF file
@@ -58,8 +58,7 @@ def write(student: Student, floats: Floats | None, record: dict, target: Path, o
     for path, start, data in changes:
         _write(target / path.name, start, data)
     if manifest is not None:
-        manifest = manifest | {"files": checksums.of_folder(target)}
-        (target / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+        write_json(target / MANIFEST, manifest | {"files": checksums.of_folder(target)})
     _write_card(checkpoint, target, target / card.CARD, record, output.name)
 
 
