@@ -88,7 +88,7 @@ def packed(tmp_path):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_quantized_checkpoint_has_the_parameters_of_its_original(packed, layout):
     whole, found, nbytes = packed(*LAYOUTS[layout])
-    assert found.quantized and found.parameters.exact and not whole.quantized
+    assert found.layout and found.parameters.exact and whole.layout is None
     expected = {(t.name, t.shape, t.out_features, t.nbytes) for t in whole.parameters.tensors}
     assert {(t.name, t.shape, t.out_features, t.nbytes) for t in found.parameters.tensors} == expected
     assert found.parameters.stored_bytes == nbytes
@@ -255,7 +255,7 @@ def test_a_quantized_gguf_file(tmp_path):
     folder = save_model(tmp_path / "m", "llama", hidden_size=256, intermediate_size=512, dtype="float16")
     path = gguf_files.export(folder, tmp_path / "model.gguf", "Q8_0")
     whole, found = source.read(str(folder)), source.read(str(path))
-    assert found.quantized and found.layout == "gguf"
+    assert found.layout == "gguf"
     assert found.parameters.count == whole.parameters.count
     linear = next(tensor for tensor in found.parameters.linears if tensor.local.endswith("up_proj.weight"))
     assert linear.in_file == 512 * 256 * 34 // 32 and linear.nbytes == 2 * 512 * 256

@@ -69,7 +69,7 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
         "device": _device_record(question),
         "kv_cache": cache,
         "weights": weights,
-        **_headline(weights, method or ("stored" if source.quantized else "bf16")),
+        **_headline(weights, method or ("stored" if source.layout else "bf16")),
         "job": job.of_model(source, question) if parameters else {},
         "notes": notes,
     }
@@ -84,7 +84,7 @@ def _parameters(source: Source) -> dict[str, Any]:
         "exact": exact,
         "basis": source.basis,
         "stored_bytes": parameters.stored_bytes if exact else None,
-        "quantized": source.quantized,
+        "quantized": source.layout is not None,
     }
 
 

@@ -53,8 +53,8 @@ FACTORS = re.compile(r"rope_(freqs|factors_\w+)\.weight")  # factors of rotary f
 class Source:
     """A model, or only the numbers of its parameters. basis: where the parameters come from, in words.
 
-    name, parameters: None if only `count` is known. layout: layout of a quantized model, such as
-    `gptq` or `fp8`. count: (parameters, parameters used per token).
+    name, parameters: None if only `count` is known. layout: such as `gptq` or `fp8`; None if no weights are
+    quantized. count: (parameters, parameters used per token).
     """
 
     name: str | None
@@ -67,11 +67,6 @@ class Source:
     @property
     def settings(self) -> Settings | None:
         return self.parameters and self.parameters.settings
-
-    @property
-    def quantized(self) -> bool:
-        """Return whether the files store quantized weights."""
-        return self.parameters is not None and self.parameters.quantized
 
 
 def read(source: str, revision: str | None = None, offline: bool = False) -> Source:
