@@ -76,7 +76,7 @@ def compare(
         gc.collect()
         return_freed_pages()
     recorded = asdict(settings) | {
-        "ks": settings.ks,
+        "ks": settings.numbers("k"),
         "text": settings.prompt_text.name if settings.prompt_text else "shipped",
         "prompts_sha256": text.provenance.sha256,
         "device": str(device),
@@ -144,7 +144,7 @@ def interleaved(
     draft: None for prompt-lookup. ends: ids that end a text. count: receives the numbers of texts done and
     planned.
     """
-    ks = [0, *settings.ks]
+    ks = [0, *settings.numbers("k")]
     planned, done = len(ks) * (settings.prompts * settings.repeats + 1), itertools.count(1)
 
     def run(prompt: int, k: int, repeat: int) -> DraftedText:

@@ -30,16 +30,12 @@ class SpecdecSettings(LocalOptions):
     temperature: float = option(0.0, "0: always the most likely token. Above: sample; higher is more random.")
     seed: int = option(0, "Seed of prompts and sampling.")
 
-    @property
-    def ks(self) -> tuple[int, ...]:
-        """The numbers of --k, sorted, each once. Raises QuantkitError for an invalid list."""
-        return self.numbers("k")
-
     def check(self) -> None:
         """Raise QuantkitError for invalid values."""
         super().check()
         if self.prompt_text:
             with opened(self.prompt_text, "--prompt-text", "check the path"):
                 pass
-        check_value("--k", self.ks[-1], self.ks[-1] <= MOST, f"choose numbers from 1 to {MOST}")
+        most = self.numbers("k")[-1]
+        check_value("--k", most, most <= MOST, f"choose numbers from 1 to {MOST}")
         check_temperature(self.temperature)
