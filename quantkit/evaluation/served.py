@@ -11,6 +11,7 @@ from quantkit.evaluation.engines import Engine
 from quantkit.evaluation.settings import EvalSettings
 from quantkit.evaluation.stream import Listener, StreamedModel
 from quantkit.inspection import verify as verification
+from quantkit.layouts import Layout
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize.progress import Progress
@@ -56,7 +57,7 @@ def check(engine: Engine, checkpoints: Sequence[Checkpoint], listen: Listener) -
     """
     (facts, arithmetic, tokens), *others = (_difference(engine, each, listen) for each in checkpoints)
     difference, original = facts["difference"]["mean"], others[0][0]["difference"]["mean"] if others else None
-    factor = ROUNDED if _rounds_inputs(checkpoints[0]) else FACTOR
+    factor = ROUNDED if (checkpoints[0].layout or Layout).rounds_inputs else FACTOR
     bound = max(LEAST, factor * max(arithmetic, original or 0.0))
     noise = {"tokens": tokens, "arithmetic": arithmetic, "original": original}
     made = facts | noise | {"difference": difference, "bound": bound, "agrees": difference <= bound}
@@ -80,10 +81,6 @@ def refuse(record: dict, base: str | None = None) -> None:
         raise QuantkitError(f"{what}rounding explains {number(made['bound'])}", hint, VERIFICATION, record)
 
 
-def _rounds_inputs(checkpoint: Checkpoint) -> bool:
-    return checkpoint.layout is not None and checkpoint.layout.rounds_inputs
-
-
 def _difference(engine: Engine, checkpoint: Checkpoint, listen: Listener) -> tuple[dict, float, int]:
     """Return an engine's difference from quantkit's decode, the divergence of that decode from itself in the
     engine's dtype (in float16 if it is float32 and inputs are rounded), and the number of tokens."""
@@ -94,7 +91,7 @@ def _difference(engine: Engine, checkpoint: Checkpoint, listen: Listener) -> tup
     decoded = evaluate.run(model, text, listen)
     scores, facts = evaluate.in_engine(engine, decoded, text, None, chosen, listen)
     dtype = DTYPES.get(facts["dtype"], torch.bfloat16)
-    if dtype == torch.float32 and _rounds_inputs(checkpoint):
+    if dtype == torch.float32 and (checkpoint.layout or Layout).rounds_inputs:
         dtype = torch.float16  # a sum in another order rounds some inputs otherwise, and then many
     floor = evaluate.measure_floor(decoded, scores, text, chosen, listen, dtype)
     return facts, floor["metrics"]["kld"]["mean"], text.protocol.tokens
