@@ -429,6 +429,7 @@ def test_the_command_says_what_it_did(workplace, quantkit, tmp_path, capsys):
     again = json.loads(quantkit(*asked, "--dry-run", "--json", "-q").out)
     assert again["refused"]["message"] == "student-distilled exists"
     assert "is already finished" in quantkit(*asked, "--resume").out
+    assert quantkit(*asked, "--seed", 1, "--resume").code == 2, "of another text it is not"
     shutil.copytree(workplace / "student", tmp_path / "other")
     other = ["distill", workplace / "teacher", "other", *small, "-o", "student-distilled", "--resume"]
     assert quantkit(*other).code == 2, "the output of another student is not finished"

@@ -283,7 +283,7 @@ def test_a_configuration_that_contradicts_the_tensors_is_refused(linear, bits, g
         layout.decode(tensors)
 
 
-@pytest.mark.parametrize("dynamic", [["a"], {"+:(": {"bits": 8}}])
+@pytest.mark.parametrize("dynamic", [["a"], {"+:(": {"bits": 8}}, {"a": {"group_size": "a"}}])
 def test_rules_that_are_none_are_refused(dynamic):
     with pytest.raises(QuantkitError, match="dynamic"):
         detect(quant_method="gptq", bits=4, group_size=64, dynamic=dynamic)

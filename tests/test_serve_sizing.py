@@ -52,6 +52,14 @@ def test_lengths_to_what_is_short_then_sequences_then_lengths_again(demo, monkey
     assert len(notes) == (expected != (512, 4))
 
 
+def test_weights_alone_are_too_large_where_the_cache_is_unknown():
+    """As in a job without a model's settings."""
+    assert room(None, WEIGHTS)[0].cache_bytes is None
+    with pytest.raises(QuantkitError, match="weights of 11.00 MB do not fit the 11.00 MB") as refused:
+        room(None, WEIGHTS - 1)
+    assert refused.value.exit_code == RESOURCES
+
+
 def test_what_was_asked_for_stays(demo):
     found, notes = room(demo, WEIGHTS + 512 * TOKEN, ctx=256)
     assert (found.ctx, found.parallel) == (256, 2)

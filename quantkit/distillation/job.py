@@ -34,7 +34,7 @@ from quantkit.quantize.prepare.plan import check_disk
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.folder import Staging, disk_errors
 from quantkit.quantize.timings import Timings
-from quantkit.text.calibration import CalibrationSet, hold_out, most_held_out
+from quantkit.text.calibration import CalibrationSet, hold_out
 
 SCHEMA = "quantkit.distill/1"
 STEP_TOKENS = 512  # tokens per step without --batch-size
@@ -241,12 +241,10 @@ def _text(
 ) -> tuple[CalibrationSet, tuple[Tensor, Tensor]]:
     """Return the text, and its sequences to train on and to hold out. The latter follow the `--samples`
     sequences, on which the student was probably calibrated; if the text has no more, they are the last."""
-    asked = request.calibration
-    more = replace(asked, samples=asked.samples + most_held_out(asked.samples))
-    calibrated = calibrate(teacher, replace(request, calibration=more), progress)
-    tokens = calibrated.tokens
-    if len(tokens) > asked.samples:
-        return calibrated, (tokens[: asked.samples], tokens[asked.samples :])
+    calibrated = calibrate(teacher, replace(request, calibration=request.text), progress)
+    tokens, samples = calibrated.tokens, request.calibration.samples
+    if len(tokens) > samples:
+        return calibrated, (tokens[:samples], tokens[samples:])
     return calibrated, hold_out(tokens)
 
 

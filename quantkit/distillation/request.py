@@ -1,6 +1,7 @@
 """The request, the output and the staging folder of a distillation job."""
 
-from dataclasses import asdict, dataclass
+import json
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from quantkit.distillation.options import DistillOptions
@@ -8,11 +9,13 @@ from quantkit.errors import UNSUPPORTED, require
 from quantkit.models.files import gguf_shards, headers, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.gguf_shards import base_name
+from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize.prepare.request import JobFlags
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import Staging
+from quantkit.text import calibration
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,12 @@ class Request(JobFlags):
         """Return --output; by default NAME-distilled in the current folder."""
         suffix = ".gguf" if self.student.endswith(".gguf") else ""
         return gguf_shards.destination(self.output, f"{base_name(self.student)}-distilled{suffix}")
+
+    @property
+    def text(self) -> CalibrationOptions:
+        """Return options of the text with sequences to hold out, which follow the `--samples` sequences."""
+        samples = self.calibration.samples
+        return replace(self.calibration, samples=samples + calibration.most_held_out(samples))
 
 
 def stage(request: Request, source: Checkpoint, progress: Progress, dry_run: bool) -> tuple[Staging, dict]:
@@ -50,8 +59,8 @@ def stage(request: Request, source: Checkpoint, progress: Progress, dry_run: boo
 
 
 def is_done(request: Request) -> bool:
-    """Return whether --resume has nothing to do: the output is finished, with models of the same names and
-    the same options."""
+    """Return whether --resume has nothing to do: the output is finished, with models of the same names, the
+    same options and text."""
     output = request.destination
     if not request.resume or request.overwrite or Staging(output).folder.exists() or not output.exists():
         return False
@@ -64,4 +73,8 @@ def is_done(request: Request) -> bool:
         model = distilled.get(key)
         if not isinstance(model, dict) or model.get("name") != Path(getattr(request, key)).name:
             return False
-    return distilled.get("options") == asdict(request.options)
+    if distilled.get("options") != asdict(request.options):
+        return False
+    teacher = open_checkpoint(request.teacher, **request.opening)
+    text = calibration.load(teacher, request.text, request.offline).record()
+    return distilled.get("calibration") == json.loads(json.dumps(text))

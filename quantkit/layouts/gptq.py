@@ -214,6 +214,8 @@ def stored_rules(config: Mapping[str, Any]) -> tuple[Rule, ...]:
         values = values if isinstance(values, dict) else {}
         numbers = {key: value for key, value in values.items() if key in ("bits", "group_size")}
         whole, again = pattern.removeprefix("+:").removeprefix("-:"), "download config.json again"
+        what = f"quantization_config's dynamic: {pattern!r} has no whole numbers"
+        require(all(type(number) is int for number in numbers.values()), what, again)
         regex = compiled(whole, f"quantization_config's dynamic: {pattern!r}", again, RUNTIME)
         if not pattern.startswith("-:"):
             rules.append((regex, numbers))

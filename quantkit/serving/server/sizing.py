@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from quantkit.capacity import Unsupported, kv_cache
 from quantkit.capacity.source import Source
-from quantkit.errors import RESOURCES, QuantkitError
+from quantkit.errors import RESOURCES, QuantkitError, require
 from quantkit.models import kv_types
 from quantkit.serving.server.settings import ServeSettings
 from quantkit.tables import size
@@ -62,6 +62,8 @@ def fit(
         caches = None
         notes.append(f"the cache is not counted: {error}")
     if caches is None:
+        what = f"weights of {size(weight_bytes)} do not fit the {size(usable)} of memory that may be used"
+        require(weight_bytes <= usable, what, "a smaller model: see quantkit plan", RESOURCES)
         return ServerSize(most, sequences, None, most * sequences, weight_bytes, usable, on_cpu)
     dtype = settings.kv_dtype or ("float32" if settings.dtype == "float32" else "bfloat16")
     left = usable - weight_bytes
