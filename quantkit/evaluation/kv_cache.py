@@ -20,11 +20,10 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, require
 from quantkit.grids.ggml import named as ggml_grid
 from quantkit.grids.grid import group
 from quantkit.layouts import Layout
-from quantkit.models.kv_types import BLOCK, TYPES
+from quantkit.models.kv_types import BLOCK, TYPES, parameter_of
 from quantkit.models.skeleton import Skeleton
 
 ROTATED = 64  # smallest rotation in llama.cpp
-PARAMETERS = ("past_key_values", "past_key_value", "layer_past")  # names of forward's parameter for the cache
 
 
 class KvCache:
@@ -42,8 +41,7 @@ class KvCache:
             return
         self._modules[index] = []
         for name, module in list(block.named_modules()):
-            parameters = inspect.signature(module.forward).parameters
-            if parameter := next((word for word in PARAMETERS if word in parameters), None):
+            if parameter := parameter_of(module.forward):
                 cache = _ModuleCache(self._rounding_of(index, name))
                 module.forward = _with_cache(module.forward, parameter, cache)
                 self._modules[index].append(cache)

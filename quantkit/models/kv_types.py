@@ -3,6 +3,7 @@
 Shared by `eval`, `plan`, `serve`, `chat` and `bench`. How each rounds: `evaluation/kv_cache.py`.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -14,6 +15,14 @@ from quantkit.options import DTYPES
 
 GROUP = 64  # values of transformers' quantized cache that share a scale and a shift of 16 bit each
 BLOCK = 32  # values of llama.cpp's types that share a 16-bit scale
+# names of a forward function's parameter for the cache, in transformers' versions and remote code
+PARAMETERS = ("cache", "past_key_values", "past_key_value", "layer_past")
+
+
+def parameter_of(forward: Callable) -> str | None:
+    """Return the name of a forward function's parameter for the cache; None if it takes none."""
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in PARAMETERS if name in parameters), None)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 Runs in vLLM's python. The result is written beside the request, as REQUEST.rates.json.
 """
 
+import argparse
 import json
 import os
 import random
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +14,10 @@ os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
-def main(path: Path) -> None:
+def main(given: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("request", type=Path)
+    path = parser.parse_args(given).request
     import vllm
 
     request = json.loads(path.read_text())
@@ -50,4 +53,4 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

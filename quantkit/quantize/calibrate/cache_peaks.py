@@ -4,7 +4,6 @@ Keys are recorded as attention passes them to its cache, after norm and rotary e
 quantize them there.
 """
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 
 from quantkit.grids.float8 import LARGEST_FLOAT8
 from quantkit.layouts import LinearSpec
+from quantkit.models.kv_types import parameter_of
 from quantkit.models.machine import distributed
 
-CACHE = "past_key_values"  # the argument by which attention takes its cache
 PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")  # by which compressed-tensors knows attention
 
 
@@ -63,9 +62,9 @@ def watched(block: nn.Module) -> Iterator[dict[str, Peaks]]:
     attentions: dict[str, Peaks] = {}
     with ExitStack() as stack:
         for name, module in block.named_modules():
-            takes_cache = CACHE in inspect.signature(module.forward).parameters
-            if takes_cache and any(hasattr(module, projection) for projection in PROJECTIONS):
-                peaks = attentions[name] = Peaks()
-                hook = lambda module, args, kwargs, peaks=peaks: (args, kwargs | {CACHE: peaks})  # noqa: E731
+            cache = parameter_of(module.forward)
+            if cache and any(hasattr(module, projection) for projection in PROJECTIONS):
+                given = {cache: attentions.setdefault(name, Peaks())}
+                hook = lambda module, args, kwargs, given=given: (args, kwargs | given)  # noqa: E731
                 stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield attentions

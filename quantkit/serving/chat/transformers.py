@@ -12,6 +12,7 @@ from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWin
 from quantkit.evaluation.generate import equal_beginning, streamer
 from quantkit.evaluation.sampling import Sampling, ends_of_text, generate
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.kv_types import parameter_of
 from quantkit.serving.chat.session import Answer, Stream
 from quantkit.serving.chat.settings import ChatSettings
 from quantkit.serving.engines import context_full
@@ -64,7 +65,7 @@ class TransformersChat:
                 {"return_dict_in_generate": True},
                 stopping_criteria=[ticks],
                 streamer=streamer(self._tokenizer, stream),
-                **({"past_key_values": cache} if cache is not None else {}),
+                **({parameter_of(self._module.forward): cache} if cache is not None else {}),
             )
         except BaseException:
             self._kept.forget()  # the cache may be incomplete
