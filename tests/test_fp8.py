@@ -3,6 +3,7 @@
 import json
 import math
 from itertools import product
+from pathlib import Path
 
 import jobs
 import pytest
@@ -22,6 +23,7 @@ from quantkit.layouts import LinearSpec
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.floats import FloatQuantized, MxFp8
 from quantkit.layouts.fp8 import Fp8Layout
+from quantkit.models import kv_types
 from quantkit.models.files import headers
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -262,6 +264,14 @@ def test_static_scales_are_the_largest_input_of_the_calibration_text(demo_model,
     assert len(scales) == 42 and all(0 < float(t) < 10 and t.shape == (1,) for t in scales.values())
     first = "model.layers.0.self_attn"
     assert len({float(scales[f"{first}.{name}_proj.input_scale"]) for name in "qkv"}) == 1
+
+
+def test_attention_whose_cache_has_an_unknown_name_is_refused(demo_model, quantkit, monkeypatch):
+    """As transformers 5.24 renamed it: no scale would be stored."""
+    monkeypatch.setattr(kv_types, "PARAMETERS", ("another",))
+    done = quantkit("fp8", demo_model, "--kv-cache", "--samples", 4, "--seqlen", 32)
+    assert done.code == 4 and "attention self_attn takes its keys and values by a name" in done.err
+    assert not Path("demo-llama-6m-fp8-kv").exists()
 
 
 def test_scales_of_the_cache_are_the_largest_value_of_the_calibration_text(demo_model, tmp_path):

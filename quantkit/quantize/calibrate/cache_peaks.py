@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.errors import UNSUPPORTED, require
 from quantkit.grids.float8 import LARGEST_FLOAT8
 from quantkit.layouts import LinearSpec
 from quantkit.models.kv_types import parameter_of
@@ -58,12 +59,15 @@ def scales(
 
 @contextmanager
 def watched(block: nn.Module) -> Iterator[dict[str, Peaks]]:
-    """Yield the Peaks of each attention in a block, by name; forward passes in this context update them."""
+    """Yield the Peaks of each attention in a block, by name; forward passes in this context update them.
+    Raises QuantkitError if an attention takes no cache that is known: no scale would be stored."""
     attentions: dict[str, Peaks] = {}
     with ExitStack() as stack:
         for name, module in block.named_modules():
-            cache = parameter_of(module.forward)
-            if cache and any(hasattr(module, projection) for projection in PROJECTIONS):
+            if any(hasattr(module, projection) for projection in PROJECTIONS):
+                cache = parameter_of(module.forward)
+                what = f"attention {name} takes its keys and values by a name that quantkit does not know"
+                require(cache, what, "leave out --kv-cache, or install an older transformers", UNSUPPORTED)
                 given = {cache: attentions.setdefault(name, Peaks())}
                 hook = lambda module, args, kwargs, given=given: (args, kwargs | given)  # noqa: E731
                 stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
