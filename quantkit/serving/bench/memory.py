@@ -3,6 +3,7 @@
 import re
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from quantkit.models.machine.memory import resident
@@ -32,8 +33,9 @@ class Meter:
         if self._module:
             if hasattr(self._module, "reset_peak_memory_stats"):
                 self._module.reset_peak_memory_stats(self._device)
-        elif RESET.exists():
-            RESET.write_text("5")  # man 5 proc: resets the peak of resident memory
+        else:
+            with suppress(OSError):  # absent, or read-only in some containers
+                RESET.write_text("5")  # man 5 proc: resets the peak of resident memory
 
     def peak(self) -> int | None:
         """Return the peak in bytes; None where the device does not count."""

@@ -37,7 +37,7 @@ def start(
     chosen_sampling(replace(settings, temperature=settings.temperature or 1.0), {})
     progress.phase(f"loading {source}")
     path = hub.resolve(source, revision, offline)
-    engine, note = choose_local(settings.engine, None if path.is_file() else source)
+    engine, note = choose_local(settings.engine, None if path.is_file() else source, settings.decoded)
     if engine == "llama.cpp":
         why = "--decoded and --dtype are for transformers: llama.cpp computes in the types of the file"
         hint = "add --engine transformers, or leave them out"

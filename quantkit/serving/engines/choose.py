@@ -81,7 +81,7 @@ def choose(record: Mapping[str, Any], requested: str | None = None, device: str 
     return offer
 
 
-def choose_local(requested: str, folder: str | None, decoded: bool = False) -> tuple[str, str]:
+def choose_local(requested: str, folder: str | None, decoded: bool) -> tuple[str, str]:
     """Return the name of the engine to load a checkpoint with in this process, and a note on the choice.
 
     requested: auto (llama.cpp for GGUF files where it is installed, else transformers), transformers or
