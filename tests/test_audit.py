@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+from dataclasses import replace
 
 import families
 import pytest
@@ -275,6 +276,22 @@ def test_changed_metadata_of_a_gguf_file_are_found(place, audit, tmp_path):
     changed = "general.sampling.sequence", key.decode()
     named = [f"the metadata {name} is not as the job writes it" for name in changed]
     assert (code, problems) == (VERIFICATION, named)
+
+
+def test_an_embedding_of_another_type_is_found(place, refuse, tmp_path):
+    output = make(place, "out.gguf", *METHODS["gguf"], tmp_path)
+    (metadata, infos), data, name = gguf_file.read_header(output), output.read_bytes(), "token_embd.weight"
+    kept = [gguf_writer.Entry(info.name, info.dtype, info.shape) for info in infos.values()]
+    changed = [replace(entry, type="F16") if entry.name == name else entry for entry in kept]
+    with gguf_writer.writing(tmp_path / "forged.gguf", metadata, changed) as write:
+        for entry, before in zip(changed, kept, strict=True):
+            start = infos[entry.name].offset
+            same = data[start : start + before.nbytes]
+            write(entry.name, [bytes(entry.nbytes) if entry.name == name else same])
+    gguf_writer.seal(tmp_path / "forged.gguf")
+    command = "verify", tmp_path / "forged.gguf", "--base", place / "model", "--reproduce", 1
+    error, _ = refuse(VERIFICATION, *command)
+    assert error.endswith(f"stores {name} in F16, which is not the type of its job")
 
 
 def test_changed_factors_of_rope_are_found(audit, tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jobs
 import pytest
+import torch
 
 from quantkit.evaluation.engines import PACKAGES, Engine
 
@@ -35,6 +36,7 @@ def test_a_missing_package_is_named_with_the_command(demo_model, refuse, tmp_pat
     monkeypatch.chdir(tmp_path)
     error, hint = refuse(4, "verify", demo_model, "--engine", engine)
     package, install = PACKAGES[engine]
+    install += "-cpu" if engine == "vllm" and not torch.cuda.is_available() else ""
     assert error == f"{sys.executable} has no package {package}, which runs {engine}"
     assert hint == f"{sys.executable} -m pip install {install}; or name a python that has it with --python"
 

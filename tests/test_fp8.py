@@ -3,8 +3,8 @@
 import json
 import math
 from itertools import product
-from pathlib import Path
 
+import families
 import jobs
 import pytest
 import torch
@@ -269,9 +269,21 @@ def test_static_scales_are_the_largest_input_of_the_calibration_text(demo_model,
 def test_attention_whose_cache_has_an_unknown_name_is_refused(demo_model, quantkit, monkeypatch):
     """As transformers 5.24 renamed it: no scale would be stored."""
     monkeypatch.setattr(kv_types, "PARAMETERS", ("another",))
-    done = quantkit("fp8", demo_model, "--kv-cache", "--samples", 4, "--seqlen", 32)
-    assert done.code == 4 and "attention self_attn takes its keys and values by a name" in done.err
-    assert not Path("demo-llama-6m-fp8-kv").exists()
+    done = quantkit("fp8", demo_model, "--kv-cache", "--samples", 4, "--seqlen", 32, "--dry-run")
+    assert done.code == 4 and "no attention takes its keys and values in a way" in done.err
+
+
+def test_linear_attention_beside_attention_gets_no_scales(tmp_path):
+    """It has projections of the same names, and another cache."""
+    families.save_model(tmp_path / "model", "olmo_hybrid")
+    families.save_tokenizer(tmp_path / "model")
+    text, out = jobs.calibration(tmp_path), tmp_path / "out"
+    jobs.quantize("fp8", tmp_path / "model", out, {"kv_cache": True}, calibration=text, dtype="float32")
+    types = json.loads((out / "config.json").read_text())["layer_types"]
+    names = {name for name in jobs.tensors(out) if name.endswith(".k_scale")}
+    full = [index for index, kind in enumerate(types) if kind == "full_attention"]
+    assert 0 < len(full) < len(types)
+    assert names == {f"model.layers.{index}.self_attn.k_scale" for index in full}
 
 
 def test_scales_of_the_cache_are_the_largest_value_of_the_calibration_text(demo_model, tmp_path):

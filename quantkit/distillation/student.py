@@ -117,8 +117,10 @@ class Student:
             placed = {suffix: tensor.to(skeleton.device) for suffix, tensor in parts.items()}
             with naming_errors(stored, placed):
                 weights[local] = layouts[local].decode(placed)
-            if layouts[local].module(placed, None, weights[local].values(), False) is not None:
-                rounding.add(local)
+            if layouts[local].rounds_inputs:
+                values = weights[local].values()
+                if layouts[local].module(placed, None, values, False) is not None:
+                    rounding.add(local)
             for kind, value in weights[local].floats().items():
                 floats[f"{local}.weight.{kind}"] = value.clone(memory_format=torch.contiguous_format)
         self._checked.add(index)

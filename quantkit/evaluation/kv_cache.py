@@ -7,7 +7,6 @@ the functions at the end of this file.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, require
 from quantkit.grids.ggml import named as ggml_grid
 from quantkit.grids.grid import group
 from quantkit.layouts import Layout
-from quantkit.models.kv_types import BLOCK, TYPES, parameter_of
+from quantkit.models.kv_types import BLOCK, TYPES, ModuleCache, parameter_of, with_cache
 from quantkit.models.skeleton import Skeleton
 
 ROTATED = 64  # smallest rotation in llama.cpp
@@ -33,7 +32,7 @@ class KvCache:
     def __init__(self, name: str, scales: Mapping[tuple[int, str], tuple[Tensor, Tensor]]):
         self.name, self._scales = name, scales if name == "fp8" else {}
         self._rounding = rounding_of(name)
-        self._modules: dict[int, list[_ModuleCache]] = {}  # by block
+        self._modules: dict[int, list[_RoundingCache]] = {}  # by block
 
     def attach(self, index: int, block: nn.Module) -> None:
         """Make block `index` use this cache; do nothing if it does already."""
@@ -41,9 +40,9 @@ class KvCache:
             return
         self._modules[index] = []
         for name, module in list(block.named_modules()):
-            if parameter := parameter_of(module.forward):
-                cache = _ModuleCache(self._rounding_of(index, name))
-                module.forward = _with_cache(module.forward, parameter, cache)
+            if parameter_of(module.forward):
+                cache = _RoundingCache(self._rounding_of(index, name))
+                module.forward = with_cache(module.forward, cache)
                 self._modules[index].append(cache)
 
     def _rounding_of(self, index: int, attention: str) -> KvRounding:
@@ -78,44 +77,20 @@ def stored_scales(skeleton: Skeleton) -> dict[tuple[int, str], tuple[Tensor, Ten
     return stored
 
 
-class _OtherCache(AttributeError):
-    """Raised if a module uses an attribute that a cache of keys and values does not have."""
-
-
-class _ModuleCache:
+class _RoundingCache(ModuleCache):
     """The cache that a module sees: empty before each window. used: whether it received keys and values."""
 
     def __init__(self, rounding: KvRounding):
         self._rounding, self.used = rounding, False
 
-    def __getattr__(self, name: str) -> Any:
-        raise _OtherCache(name)
-
-    def get_seq_length(self, *args: Any) -> int:
-        """Return 0: each window begins with an empty cache."""
-        return 0
+    def forget(self) -> None:
+        """Not be used: recurrent layers and indexers are not quantized."""
+        self.used = False
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return keys and values `[batch, heads, tokens, head_dim]` after rounding."""
         self.used = True
         return self._rounding.keys(keys), self._rounding.values(values)
-
-
-def _with_cache(forward: Callable[..., Any], parameter: str, cache: _ModuleCache) -> Callable[..., Any]:
-    """Return a forward function that passes the cache as `parameter`."""
-    signature = inspect.signature(forward)
-
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.arguments[parameter] = cache
-        try:
-            return forward(*bound.args, **bound.kwargs)
-        except _OtherCache:  # recurrent layers and indexers are not quantized
-            cache.used = False
-            bound.arguments[parameter] = None
-            return forward(*bound.args, **bound.kwargs)
-
-    return replaced
 
 
 # ---- rounding, as engines compute it: of `[batch, heads, tokens, head_dim]`, in the model's dtype

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.errors import UNSUPPORTED, USAGE, count, name_all, require
+from quantkit.errors import UNSUPPORTED, USAGE, VERIFICATION, count, name_all, require
 from quantkit.grids.grid import QuantizedWeight
 from quantkit.inspection.names import split
 from quantkit.layouts import LinearSpec, Statistic
-from quantkit.layouts.ggml.blocks import decode_rows
+from quantkit.layouts.ggml.blocks import decode_rows, row_bytes
 from quantkit.models.files import reading
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import watched
@@ -219,8 +219,11 @@ def _outside(job: Job, stored: Checkpoint) -> Iterator[dict[str, Any]]:
         again[spec.name] = job.method.layout.at(spec.name).values(parts)
     coded = {i.target.name: i for i in stored.infos.values() if isinstance(i, GgmlTensor)}
     for name, rows in job.staging.rest().items():
-        info = coded[name]
-        values = decode_rows(info.dtype, reading.tensor(rows), info.shape[1])
+        info, packed = coded[name], reading.tensor(rows)
+        what = f"{stored.source} stores {name} in {info.dtype}, which is not the type of its job"
+        known = packed.shape[-1] == row_bytes(info.dtype, info.shape[1])
+        require(known, what, "the file was changed, or another job made it", VERIFICATION)
+        values = decode_rows(info.dtype, packed, info.shape[1])
         again[info.name.removesuffix(".weight")] = values
     for name, values in again.items():
         there, weight = (side.read(f"{name}.weight", torch.float32) for side in (stored, job.checkpoint))

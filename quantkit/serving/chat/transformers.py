@@ -104,6 +104,7 @@ class KeptCache:
         kinds = {type(layer) for layer in DynamicCache(config=self._config).layers}
         self._slides = DynamicSlidingWindowLayer in kinds
         self._keeps = model._supports_default_dynamic_cache() and kinds <= TOKENWISE
+        self._keeps &= parameter_of(model.forward) is not None
         self.forget()
 
     def forget(self) -> None:

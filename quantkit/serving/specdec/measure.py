@@ -102,7 +102,7 @@ def _check(models: Sequence[Checkpoint], settings: SpecdecSettings) -> None:
 
 
 def _prompts(checkpoint: Checkpoint, settings: SpecdecSettings) -> calibration.CalibrationSet:
-    """Return token ids, int64 `[prompts, tokens]`, from --prompt-text or the shipped text. Raises
+    """Return prompts with tokens `[prompts, tokens]`, from --prompt-text or the shipped text. Raises
     QuantkitError if the text cannot be read or is too short."""
     options = CalibrationOptions(
         calibration=str(settings.prompt_text) if settings.prompt_text else None,
