@@ -270,20 +270,18 @@ def test_attention_whose_cache_has_an_unknown_name_is_refused(demo_model, quantk
     """As transformers 5.24 renamed it: no scale would be stored."""
     monkeypatch.setattr(kv_types, "PARAMETERS", ("another",))
     done = quantkit("fp8", demo_model, "--kv-cache", "--samples", 4, "--seqlen", 32, "--dry-run")
-    assert done.code == 4 and "no attention takes its keys and values in a way" in done.err
+    assert done.code == 4 and "no attention of this model takes its keys" in done.err
 
 
-def test_linear_attention_beside_attention_gets_no_scales(tmp_path):
-    """It has projections of the same names, and another cache."""
-    families.save_model(tmp_path / "model", "olmo_hybrid")
+@pytest.mark.parametrize(("family", "blocks"), [("olmo_hybrid", {2}), ("glm_moe_dsa", {0, 1, 2})])
+def test_only_attention_gets_scales(tmp_path, family, blocks):
+    """Not linear attention, whose projections have the same names, nor an indexer in an attention."""
+    families.save_model(tmp_path / "model", family)
     families.save_tokenizer(tmp_path / "model")
     text, out = jobs.calibration(tmp_path), tmp_path / "out"
     jobs.quantize("fp8", tmp_path / "model", out, {"kv_cache": True}, calibration=text, dtype="float32")
-    types = json.loads((out / "config.json").read_text())["layer_types"]
     names = {name for name in jobs.tensors(out) if name.endswith(".k_scale")}
-    full = [index for index, kind in enumerate(types) if kind == "full_attention"]
-    assert 0 < len(full) < len(types)
-    assert names == {f"model.layers.{index}.self_attn.k_scale" for index in full}
+    assert names == {f"model.layers.{index}.self_attn.k_scale" for index in blocks}
 
 
 def test_scales_of_the_cache_are_the_largest_value_of_the_calibration_text(demo_model, tmp_path):

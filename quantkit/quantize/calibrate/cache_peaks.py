@@ -62,24 +62,28 @@ def watched(block: nn.Module) -> Iterator[dict[str, Peaks]]:
     """Yield the Peaks of each attention in a block, by name; forward passes in this context update them."""
     attentions: dict[str, Peaks] = {}
     with ExitStack() as stack:
-        for name, module in _attentions(block):
-            peaks = attentions[name] = Peaks()
+        for name, module in _takers(block):
+            peaks = Peaks()  # an indexer in an attention has its own
             before = vars(module).get("forward")
             restore = (setattr, module, "forward", before) if before else (delattr, module, "forward")
             module.forward = with_cache(module.forward, peaks)
             stack.callback(*restore)
+            if _is_known(module):
+                attentions[name] = peaks
         yield attentions
 
 
 def check(blocks: Iterable[nn.Module]) -> None:
     """Raise QuantkitError if no attention takes a cache that is known: no scale would be stored."""
-    what = "no attention takes its keys and values in a way that quantkit knows"
-    hint = "leave out --kv-cache, or install a version of transformers that quantkit was tested with"
-    require(any(any(_attentions(block)) for block in blocks), what, hint, UNSUPPORTED)
+    what = "no attention of this model takes its keys and values in a way that quantkit knows"
+    known = any(_is_known(module) for block in blocks for _, module in _takers(block))
+    require(known, what, "leave out --kv-cache", UNSUPPORTED)
 
 
-def _attentions(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules that take a cache, with a projection by which compressed-tensors knows attention."""
-    for name, module in block.named_modules():
-        if parameter_of(module.forward) and any(hasattr(module, each) for each in PROJECTIONS):
-            yield name, module
+def _takers(block: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules that take a cache, by name."""
+    return [(name, module) for name, module in block.named_modules() if parameter_of(module.forward)]
+
+
+def _is_known(module: nn.Module) -> bool:
+    return any(hasattr(module, projection) for projection in PROJECTIONS)
