@@ -23,10 +23,9 @@ from quantkit.layouts import LinearSpec
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.floats import FloatQuantized, MxFp8
 from quantkit.layouts.fp8 import Fp8Layout
-from quantkit.models import kv_types
 from quantkit.models.files import headers
 from quantkit.models.files.open import open_checkpoint
-from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton import Skeleton, caches
 from quantkit.quantize import loop, methods
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import rtn
@@ -268,7 +267,7 @@ def test_static_scales_are_the_largest_input_of_the_calibration_text(demo_model,
 
 def test_attention_whose_cache_has_an_unknown_name_is_refused(demo_model, quantkit, monkeypatch):
     """As transformers 5.24 renamed it: no scale would be stored."""
-    monkeypatch.setattr(kv_types, "PARAMETERS", ("another",))
+    monkeypatch.setattr(caches, "PARAMETERS", ("another",))
     done = quantkit("fp8", demo_model, "--kv-cache", "--samples", 4, "--seqlen", 32, "--dry-run")
     assert done.code == 4 and "no attention of this model takes its keys" in done.err
 

@@ -19,8 +19,9 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, require
 from quantkit.grids.ggml import named as ggml_grid
 from quantkit.grids.grid import group
 from quantkit.layouts import Layout
-from quantkit.models.kv_types import BLOCK, TYPES, ModuleCache, parameter_of, with_cache
+from quantkit.models.kv_types import BLOCK, TYPES
 from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton.caches import ModuleCache, parameter_of, with_cache
 
 ROTATED = 64  # smallest rotation in llama.cpp
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from quantkit.errors import UNSUPPORTED, require
 from quantkit.grids.float8 import LARGEST_FLOAT8
 from quantkit.layouts import LinearSpec
-from quantkit.models.kv_types import ModuleCache, parameter_of, with_cache
 from quantkit.models.machine import distributed
+from quantkit.models.skeleton.caches import ModuleCache, parameter_of, with_cache
 
 PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")  # by which compressed-tensors knows attention
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWin
 from quantkit.evaluation.generate import equal_beginning, streamer
 from quantkit.evaluation.sampling import Sampling, ends_of_text, generate
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.kv_types import parameter_of
+from quantkit.models.skeleton.caches import parameter_of
 from quantkit.serving.chat.session import Answer, Stream
 from quantkit.serving.chat.settings import ChatSettings
 from quantkit.serving.engines import context_full
