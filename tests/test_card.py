@@ -90,7 +90,7 @@ def test_a_strange_card_declares_nothing(tmp_path, head):
     assert card.inherited(tmp_path) == {}
 
 
-def test_results_are_a_table_and_an_index_of_the_hub(make, original, tmp_path):
+def test_results_are_a_table_and_an_index_of_the_hub(make, quantkit, original, tmp_path):
     """Of `--card`, twice: the second replaces the first, and nothing else changes."""
     make("nf4", original, "-o", "out")
     text = jobs.calibration(tmp_path).calibration
@@ -112,6 +112,8 @@ def test_results_are_a_table_and_an_index_of_the_hub(make, original, tmp_path):
     assert {key: head[key] for key in before[0]} == before[0]
     assert body.partition("## Loss")[0] == before[1].partition("## Loss")[0]
     assert yaml.safe_load(yaml.safe_dump(head)) == head
+    again = quantkit("eval", original, "out", "--text", text, "--ctx", 32, "--card", "out")
+    assert again.out.endswith("\nwrote out/README.md\n")
     manifest = make("verify", "out")
     assert manifest["problems"] == []
 

@@ -941,6 +941,15 @@ def test_outputs_of_mixed_bits_have_names_of_their_own(quantkit, model, small, t
         assert Path(json.loads(done.out)["output"]).name == f"{model.name}-gptq-{ending}"
 
 
+def test_several_types_read_the_text_once(quantkit, model, tmp_path):
+    text = jobs.calibration(tmp_path).calibration
+    flags = ("--calibration", text, "--samples", 4, "--seqlen", 32, "--loss-tokens", 0)
+    both = quantkit("gguf", model, "-t", "Q4_0", "-t", "Q5_0", *flags, "-o", "both")
+    assert both.code == 0 and both.err.count("reading the calibration text") == 1
+    assert quantkit("gguf", model, "-t", "Q5_0", *flags, "-o", "one.gguf").code == 0
+    assert (tmp_path / "both" / "tiny-Q5_0.gguf").read_bytes() == (tmp_path / "one.gguf").read_bytes()
+
+
 def test_files_that_exist_are_all_named_and_the_others_made_by_resume(
     quantkit, refuse, model, tmp_path, monkeypatch
 ):

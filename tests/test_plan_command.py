@@ -302,6 +302,7 @@ def test_small_models_show_their_size(quantkit, demo_model):
         (2, ["--params", "7B", "--ctx", "0"], "--ctx 0 is invalid"),
         (2, ["--params", "7B", "--batch", "-1"], "--batch -1 is invalid"),
         (3, ["nowhere"], "no such folder: nowhere"),
+        (3, ["1.5b-a3m"], "quantkit plan --params 1.5b-a3m"),
         (3, ["."], "holds no config.json"),
         (2, [".", "--revision", "v1"], "--revision v1 is for repositories of the hub, . is on this machine"),
         (3, ["org/name", "--offline"], "is not in the local cache"),

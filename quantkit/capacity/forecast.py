@@ -1,8 +1,10 @@
 """The JSON record of `quantkit plan`; docs/plan.md explains the fields."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from quantkit.capacity import Unsupported, devices, formats, job, kv_cache, source
@@ -10,7 +12,7 @@ from quantkit.capacity.kv_cache import LayerCache
 from quantkit.capacity.question import Question
 from quantkit.capacity.settings import HEADS, Settings
 from quantkit.capacity.source import AS_IF_PACKED, Source
-from quantkit.errors import UNSUPPORTED, USAGE, require
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, require
 from quantkit.models import kv_types
 
 SCHEMA = "quantkit.capacity/2"
@@ -31,6 +33,9 @@ def answer(
     hint = "for example: quantkit plan ./model, or quantkit plan --params 7B"
     require((model is None) != (params is None), "give either a model or --params", hint, USAGE)
     question.check()  # before the model is read
+    if model is not None and re.fullmatch(rf"{source.NUMBER}(-A{source.NUMBER})?", model.upper()):
+        hint = f"for a number of parameters: quantkit plan --params {model}"
+        require(Path(model).exists(), f"no such folder: {model}", hint, NOT_FOUND)
     if model is None:
         counted = Source(None, None, "--params", (AS_IF_PACKED,), count=source.parse_count(params))
         return of_source(counted, question)

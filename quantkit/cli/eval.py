@@ -20,6 +20,7 @@ from typing import Any
 
 from quantkit.cli import flags, ranks, streams
 from quantkit.evaluation.settings import EvalSettings
+from quantkit.tables import print_written
 
 GATES = ("max_ppl_increase", "max_kld", "min_top1")
 FLAGS = [row for row in flags.of("options", EvalSettings) if row.name not in GATES]
@@ -43,6 +44,7 @@ def command(
 ) -> None:
     from quantkit.evaluation.comparison import gates, record
     from quantkit.evaluation.comparison.report import Outputs
+    from quantkit.models.files.card import path_of
 
     asked, (as_json, quiet) = flags.options(EvalSettings, values), (values["as_json"], values["quiet"])
     asked.check()
@@ -60,6 +62,7 @@ def command(
     def finish() -> None:
         if ranks.is_first():
             outputs.write(comparison, lambda: markdown(result), as_json=as_json, quiet=quiet)
+            print_written([path_of(card)] if card else [], as_json, quiet)
         gates.refuse_failed(result)
         record.refuse_declined(result)
 

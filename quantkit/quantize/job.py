@@ -101,17 +101,15 @@ def prepare_all(request: Request, progress: Progress, dry_run: bool = False) -> 
         may_replace.check_new(outputs)
     jobs: list[Job] = []
     for single in requests:
-        jobs.append(prepare(single, progress, dry_run, jobs[0].source_sha256 if jobs else None))
+        jobs.append(prepare(single, progress, dry_run, jobs[0] if jobs else None))
     return [gguf_shards.first(output) for output in outputs], jobs
 
 
-def prepare(
-    request: Request, progress: Progress, dry_run: bool = False, source_sha256: Future[str] | None = None
-) -> Job:
+def prepare(request: Request, progress: Progress, dry_run: bool = False, first: Job | None = None) -> Job:
     """Open, resolve and check a job. Raises QuantkitError naming everything that would fail later.
 
-    dry_run: skip the checks of the output path and the source's sha256. source_sha256: from another job with
-    the same source, so that the source is hashed once.
+    dry_run: skip the checks of the output path and the source's sha256. first: the same command's first job,
+    so that the source is hashed and the text read once.
     """
     request.method.check()
     request.run.check()
@@ -130,7 +128,9 @@ def prepare(
         staging.check(request.resume, request.overwrite)
     if request.resume and not staged:
         progress.phase(f"no unfinished job for {staging.output}: starting at the first block")
-    if first := source_sha256 is None:
+    if first:
+        source_sha256 = first.source_sha256
+    else:
         source_sha256 = Future() if dry_run or distributed.rank() else _hashed(checkpoint)
 
     if method.outside and Statistic.HESSIAN in method.needs:
@@ -146,7 +146,9 @@ def prepare(
         progress.phase(f"not reading {text}: with these options {method.name} needs no text")
     vocabulary = checkpoint.text_config.vocab_size
     loss_size = loss_tokens(request.run.loss_tokens, bool(method.needs), vocabulary)
-    calibrated = calibrate(checkpoint, request, progress, loss_size) if method.needs else None
+    calibrated = first.calibration if first and method.needs else None
+    if method.needs and not calibrated:
+        calibrated = calibrate(checkpoint, request, progress, loss_size)
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
     predicted = 4 * loss_size * vocabulary  # bytes of the original's predictions
     job_plan = plan.decide(skeleton, specs, method, request.run, tokens.shape, adopted, predicted)
@@ -154,7 +156,7 @@ def prepare(
     if not dry_run:
         distributed.broadcast(lambda: plan.check_disk(staging.output.absolute(), job_plan.disk_bytes))
         if distributed.rank() == 0 and (staged or job_plan.source_bytes < HASHED_AT_ONCE):
-            if first:
+            if not first:
                 progress.phase("hashing the source")
             source_sha256.result()
         fingerprint = _fingerprint(request, source_sha256, calibrated, job_plan)
