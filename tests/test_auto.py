@@ -218,6 +218,14 @@ def test_a_full_disk_is_said_before_the_search(auto, quantkit, source, tmp_path,
     assert not list(tmp_path.glob("*.auto"))
 
 
+def test_a_recipe_is_no_file_of_the_source(auto, source):
+    config = (source / "config.json").read_bytes()
+    for path, said in ((source / "config.json", "is part of the source"), ("no/r.yaml", "cannot be written")):
+        for flag in ("--recipe-out", "--sensitivities"):
+            assert said in auto("--bpw", "5", "-o", "found", flag, path, code=2)
+    assert (source / "config.json").read_bytes() == config
+
+
 @pytest.mark.parametrize(
     ("typed", "message", "hint"),
     [
