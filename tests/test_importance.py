@@ -150,12 +150,10 @@ def test_the_same_bytes_twice_and_what_is_printed(quantkit, tiny_model, small, t
     assert "5 sequences of 32 tokens, text.txt" in out
     assert "block 3/3 left 00:00" in err and "error" not in err
     quantkit("imatrix", "tiny", *small, "-o", "deeper/other.gguf", "-q")
-    quantkit("imatrix", "tiny", *small, "-o", "folder/", "-q")
-    assert [path.name for path in Path("folder").iterdir()] == ["tiny.imatrix.gguf"]
     first, second = tmp_path / "tiny.imatrix.gguf", tmp_path / "deeper" / "other.gguf"
     assert first.read_bytes() == second.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("deeper", "folder", "text.txt", "tiny", "tiny.imatrix.gguf")
+        *("deeper", "text.txt", "tiny", "tiny.imatrix.gguf")
     ]
 
 
@@ -178,13 +176,10 @@ def test_what_exists_stays_unless_overwritten(quantkit, refuse, tiny_model, smal
     assert len(imatrix.read(path).sums) == 21
     weights = (tmp_path / "tiny" / "model.safetensors").read_bytes()
     error, _ = refuse(2, "imatrix", "tiny", *small, "-o", "tiny/model.safetensors", "--overwrite")
-    assert "tiny/model.safetensors" in error
+    assert "holds the source" in error
     assert (tmp_path / "tiny" / "model.safetensors").read_bytes() == weights
-    assert "cannot be a new file" in refuse(2, "imatrix", "tiny", *small, "-o", "text.txt/out.gguf")[0]
-    plain = ("--solver", "rtn", "--imatrix", "none", "-q")
-    assert quantkit("gguf", "tiny", "-t", "F16", *plain, "-o", "f.gguf").code == 0
-    error, _ = refuse(2, "imatrix", "f.gguf", *small, "-o", "f.gguf", "--overwrite")
-    assert error == "f.gguf holds the source"
+    for output, said in (("tiny", "holds the source"), ("text.txt/out.gguf", "cannot be a new file")):
+        assert said in refuse(2, "imatrix", "tiny", *small, "-o", output)[0]
 
 
 def test_the_card_of_a_replaced_model_goes_unless_it_is_of_others(quantkit, tiny_model, small, tmp_path):

@@ -19,7 +19,7 @@ FORWARD = ("dtype", "device", "batch_size", "max_memory", "threads")  # options 
     *flags.of("calibration", CalibrationOptions),
     *flags.of("run", RunOptions, FORWARD),
     shared=("output", "dry_run", "overwrite", *flags.OPENING),
-    helps={"output": "GGUF file to write, or a folder for it. (default: NAME.imatrix.gguf)"},
+    helps={"output": "GGUF file to write. (default: NAME.imatrix.gguf)"},
 )
 def command(model: flags.UNQUANTIZED, **values: Any) -> None:
     with streams.listener(values["quiet"]) as progress:

@@ -10,7 +10,7 @@ from torch import Tensor
 from quantkit.errors import UNSUPPORTED, QuantkitError, refusal, require
 from quantkit.models.files import card
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.gguf_shards import base_name, destination
+from quantkit.models.files.gguf_shards import base_name
 from quantkit.models.files.open import watched
 from quantkit.models.gguf import imatrix, tensors
 from quantkit.models.machine import distributed
@@ -73,7 +73,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Imat
     """
     request.run.check()
     checkpoint = request.open()
-    output = destination(request.output, f"{base_name(request.source)}.imatrix.gguf")
+    output = request.output or Path(f"{base_name(request.source)}.imatrix.gguf")
     check = partial(_check_output, output, checkpoint, request.overwrite)
     refused = distributed.broadcast(lambda: refusal(check))
     if refused and not dry_run:
