@@ -81,15 +81,14 @@ class Auto:
     def check_output(self) -> None:
         """Raise QuantkitError unless the result, the recipe and the table may be written."""
         may_replace.check(self.output, self.space.method.name == "gguf", self.request.overwrite)
-        options, source = self.request.options, self.job.checkpoint.folder.resolve()
+        options, hint = self.request.options, "choose another path"
         for path in filter(None, (options.recipe_out, options.sensitivities)):
-            what, hint = (
-                f"{path} cannot be written: it is no file in an existing folder",
-                "choose another path",
-            )
+            what = f"{path} cannot be written: it is no file in an existing folder"
             require(path.absolute().parent.is_dir() and not path.is_dir(), what, hint, USAGE)
-            inside = source in (path.resolve(), *path.resolve().parents)
-            require(not inside, f"{path} is part of the source", hint, USAGE)
+        if recipe := options.recipe_out:
+            source = self.job.checkpoint.folder.resolve()
+            apart = source not in (recipe.resolve(), *recipe.resolve().parents)
+            require(apart, f"{recipe} is part of the source", hint, USAGE)
 
     @property
     def weights(self) -> int:

@@ -146,9 +146,10 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False, first: 
         progress.phase(f"not reading {text}: with these options {method.name} needs no text")
     vocabulary = checkpoint.text_config.vocab_size
     loss_size = loss_tokens(request.run.loss_tokens, bool(method.needs), vocabulary)
-    calibrated = first.calibration if first and method.needs else None
-    if method.needs and not calibrated:
-        calibrated = calibrate(checkpoint, request, progress, loss_size)
+    calibrated = None
+    if method.needs:
+        known = first.calibration if first else None
+        calibrated = known or calibrate(checkpoint, request, progress, loss_size)
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
     predicted = 4 * loss_size * vocabulary  # bytes of the original's predictions
     job_plan = plan.decide(skeleton, specs, method, request.run, tokens.shape, adopted, predicted)

@@ -239,7 +239,7 @@ class Staging(StagedBlocks):
         _sync_all(self.assembled)
         existing = gguf_shards.existing(self.output)
         if existing and not self._replaces:
-            hint = "move it away and run the same command with --resume: every block is kept"
+            hint = "move it away and run the same command again, with --resume if the command has it"
             raise QuantkitError(f"{existing[0]} appeared while the job ran", hint)
         may_replace.check(self.output, self.one_file, self._replaces)
         self._made = may_replace.identity(gguf_shards.first(self.assembled))
