@@ -355,18 +355,18 @@ def test_counts_that_alternate_keep_their_own_time(listener, monkeypatch):
     progress.close()
 
 
-def test_a_full_disk_is_no_mistake_of_ours():
+@pytest.mark.parametrize("flags", [[], ["--json"]], ids=["text", "json"])
+def test_a_full_disk_is_no_mistake_of_ours(flags):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "quantkit", "recipes", "list"],
+            [sys.executable, "-m", "quantkit", "recipes", "list", *flags],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
         )
     assert done.returncode == 5
-    assert (
-        done.stderr.splitlines()[0].startswith("error: the disk is full") and "Traceback" not in done.stderr
-    )
+    error, hint = done.stderr.splitlines()
+    assert error.startswith("error: the disk is full") and hint.startswith("hint: free some space")
 
 
 def test_a_disk_that_is_full_elsewhere_leaves_stdout_its_error(fails):

@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,7 +227,8 @@ def print_error(error: QuantkitError) -> None:
     """Print `error:` and `hint:` on stderr, and with `--json` the record on stdout."""
     typed = takewhile(lambda argument: argument != "--", sys.argv[1:])
     if "--json" in typed:  # look in argv, since parsing may have failed
-        print(json.dumps(error.record(), indent=2))
+        with suppress(OSError):  # a full disk
+            print(json.dumps(error.record(), indent=2))
     word = "error:"
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
         word = typer.style(word, fg="red", bold=True)
