@@ -32,7 +32,7 @@ DAMAGED = "the checkpoint is incomplete or damaged: copy or download it again"
 DISK = {  # error number -> what is wrong with the disk, and what to do
     errno.ENOSPC: ("is full", FREE),
     errno.EDQUOT: ("is full: the quota is used up", FREE),
-    errno.EFBIG: ("allows no file of this size (see ulimit -f)", FREE),
+    errno.EFBIG: ("allows no file of this size (see ulimit -f)", "raise the limit"),
     errno.EROFS: ("has become read-only", "look for the reason in the system log"),
     errno.EIO: (
         "has an input/output error (this disk, or the disk that was read)",

@@ -68,6 +68,7 @@ def test_a_disk_that_takes_no_more_says_why(error, said):
         with disk_errors(Path("place")):
             raise error
     assert raised.value.exit_code == errors.RESOURCES
+    assert ("raise the limit; then" in raised.value.hint) == ("too large" in str(error))
 
 
 def test_a_write_that_is_denied_is_told_as_the_folders_though_it_names_none():
