@@ -255,6 +255,7 @@ def test_what_people_read(quantkit, tmp_path, monkeypatch):
     assert re.search(r"^ bf16 +26\.03 GB +16\.00 +no +0 +– +76", out, re.M)
     assert re.search(r"^ int8 +13\.35 GB +8\.21 +yes +2 +≤ 57 +38", out, re.M)
     assert re.search(r"^ gptq +\S+ GB +\S+ GB +unknown", out, re.M)
+    assert re.search("^ to make it  peak memory  ", out, re.M)  # columns as close as those of the weights
     assert "to make it: on rtx-3090 in bfloat16" in out
     tables = [line for line in out.splitlines() if line.startswith(" ")]
     assert max(map(len, tables)) <= 80 and not any("…" in line for line in tables)

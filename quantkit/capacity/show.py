@@ -133,6 +133,7 @@ def _window(tokens: list[int] | None) -> str:
 
 def _jobs(record: Record) -> Table:
     table = make_table("to make it", "peak memory", "disk", "time")
+    table.collapse_padding = True  # as in the table of weights
     for method, job in record["job"].items():
         if job["peak_memory_bytes"] is None:
             table.add_row(method, *[MISSING] * 3)
