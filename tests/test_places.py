@@ -1,5 +1,7 @@
 """Places that are no use are refused before the work, in a line; so is what a stranger left in staging."""
 
+import errno
+import io
 import json
 import os
 import re
@@ -53,6 +55,21 @@ def test_a_folder_that_cannot_be_written(refuse, monkeypatch, model, command):
     monkeypatch.setattr(may_replace.tempfile, "TemporaryFile", denied)
     error, _ = refuse(2, *command, "-o", "out.gguf" if command[0] == "imatrix" else "out")
     assert error.endswith("cannot be written: Permission denied")
+
+
+@pytest.mark.parametrize("denied, named", [("here", "here/out"), ("out.partial", "here/out.partial/lock")])
+def test_a_dry_run_names_what_cannot_be_written(make, monkeypatch, model, denied, named):
+    (model.parent / "here" / "out.partial").mkdir(parents=True)
+    (model.parent / "here" / "out.partial" / "lock").touch()  # an unfinished job of another user
+
+    def temporary_file(dir):
+        if dir.name == denied:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return io.BytesIO()
+
+    monkeypatch.setattr(may_replace.tempfile, "TemporaryFile", temporary_file)
+    refused = make(*GPTQ, "-o", "here/out", "--resume", "--dry-run")["refused"]
+    assert refused["message"] == f"{named} cannot be written: Read-only file system"
 
 
 @pytest.mark.parametrize(

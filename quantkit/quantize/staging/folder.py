@@ -82,6 +82,7 @@ class Staging(StagedBlocks):
         may_replace.check_place(self.output)
         may_replace.check(self.output, self.one_file, overwrite)
         may_replace.check_staged(self.folder, lambda: self._fingerprint() is not None)
+        may_replace.check_place(self.folder / "lock")
         what = f"{self.folder} holds an unfinished job"
         hint = "continue it with --resume, or start again with --overwrite"
         require(resume or overwrite or not self.folder.exists(), what, hint, USAGE)
