@@ -104,9 +104,9 @@ class CalibrationOptions:
 
     calibration: str | None = option(
         None,
-        "Calibration text: a .txt, .jsonl, .csv, .tsv or .parquet file, or a hub dataset: wikitext2, c4, "
-        "ORG/NAME, ORG/NAME:SPLIT:COLUMN or ORG/NAME@CONFIG:SPLIT:COLUMN. Only the needed part of a dataset "
-        "is downloaded. (default: the shipped text)",
+        "Calibration text: a .txt, .jsonl, .json, .csv, .tsv or .parquet file, or a hub dataset: wikitext2, "
+        "c4, ORG/NAME, ORG/NAME:SPLIT:COLUMN or ORG/NAME@CONFIG:SPLIT:COLUMN. Only the needed part of a "
+        "dataset is downloaded. (default: the shipped text)",
     )
     calibration_revision: str | None = option(
         None, "Branch, tag or commit of the calibration dataset. (default: main; its commit is recorded)"

@@ -24,8 +24,9 @@ from quantkit.tables import make_table, megabytes, print_facts, print_refused
 
 FORWARD = ("dtype", "device", "batch_size", "threads")  # run options that training uses
 HELP = {  # help that differs from that of other jobs
-    "calibration": "Training text; an eighth more is held out: a .txt, .jsonl, .csv, .tsv or .parquet file, "
-    "or a hub dataset as for quantkit gptq. Never the text you evaluate on. (default: the shipped text)",
+    "calibration": "Training text; an eighth more is held out: a .txt, .jsonl, .json, .csv, .tsv or .parquet "
+    "file, or a hub dataset as for quantkit gptq. Never the text you evaluate on. (default: the shipped "
+    "text)",
     "batch_size": "Sequences per step. (default: about 512 tokens)",
     "dtype": "Precision of the forward passes; trained values are float32. auto: float32.",
     "output": "Output folder or GGUF file. (default: STUDENT-distilled in the current folder)",
