@@ -95,6 +95,25 @@ def test_massive_tokens_do_not_decide_the_move(dtype):
     assert after < 0.3 * before
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_weights_of_tokens_change_the_hessian_alone(dtype, scaled):
+    weight, inputs = randn(ROWS, WIDTH, seed=0), 100 * randn(TOKENS, WIDTH, seed=1).to(dtype)
+    theirs, count = 100 * randn(TOKENS, WIDTH, seed=2).to(dtype), 1e3 * randn(TOKENS, seed=3).exp()
+    alone = (weight, randn(TOKENS, ROWS, seed=4), torch.rand(TOKENS) + 1) if scaled else ()
+    plain, weighted = SiteSums(WIDTH, torch.device("cpu")), SiteSums(WIDTH, torch.device("cpu"))
+    for part in cut(torch.arange(TOKENS), TOKENS):
+        counterpart = Counterpart(theirs[part], *(alone and (weight, alone[1][part], alone[2][part])))
+        plain.add(inputs[part].clone(), counterpart)
+        weighted.add(inputs[part].clone(), counterpart, count[part])
+    plain, weighted = plain.finish(), weighted.finish()
+    wanted = 2 * inputs.double().T @ (inputs.double() * count[:, None]) / TOKENS
+    assert_sums(weighted.hessian, wanted.float(), rel=1e-5 if dtype.itemsize == 4 else 1e-2)
+    found, meant = (statistics[Statistic.DRIFT] for statistics in (weighted, plain))
+    assert_sums(found.hessian, meant.hessian, rel=1e-5)
+    assert_sums(found.halves, meant.halves, rel=1e-5)
+
+
 def test_a_linear_alone_has_the_same_answer_as_one_of_several():
     """W (X̃ - X)ᵀX is one product with W or two without."""
     weight, inputs, _, several = site(signal=1.0, missing=False)

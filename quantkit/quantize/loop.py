@@ -201,13 +201,16 @@ class Loop:
         """Quantize and stage one block. The hidden states are replaced by its outputs."""
         block, parts = self._block(index, module), BlockParts(self.job.staging, index)
         records: list[dict] = []
+        curvatures = self.curvatures if index < self.skeleton.depth else None  # the head has none
         with self._original(block) as original:
             given = self.method.needs, self.job.request.run.experts, self.timings, self.job.batch_count
-            measuring = Measuring(self.skeleton, block, self.states, self.execution, *given, original)
+            measuring = Measuring(
+                self.skeleton, block, self.states, self.execution, *given, original, curvatures
+            )
             transformed, visits = self._transform(measuring, parts)
             self._stage_changed(block, transformed, parts)
             given = self.method.solver, self.method.layout, self.timings, block, parts
-            quantizer = self.quantizer(self.skeleton, *given, transformed, self.curvatures)
+            quantizer = self.quantizer(self.skeleton, *given, transformed, curvatures)
             caching = Statistic.CACHE in self.method.needs
             with closing(visits), cache_peaks.watched(module) if caching else nullcontext({}) as caches:
                 for visit in visits:

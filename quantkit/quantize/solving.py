@@ -82,7 +82,7 @@ def round_block(
 @dataclass(frozen=True)
 class Quantizer:
     """Quantizes the linears of one block. parts: receives the packed tensors. transformed: earlier changes to
-    the block; None without a transform. curvatures: of the linears' outputs, if measured."""
+    the block; None without a transform. curvatures: of the linears' outputs; None if not measured."""
 
     skeleton: Skeleton
     solver: Solver
@@ -141,11 +141,10 @@ class Quantizer:
         return pinned(self.skeleton.read(name, shape), self.skeleton.device)
 
     def _problem(self, site: Site, weights: Mapping[str, Tensor], statistics: SiteStatistics) -> tuple:
-        """Return the arguments of `solve` for a site. weights: by linear. Curvatures are empty if none were
-        measured, and for the head."""
+        """Return the arguments of `solve` for a site. weights: by linear."""
         specs, index, curvatures = self.block.quantized(site), self.block.index, []
         given = [weights[spec.local] for spec in specs]
-        if self.curvatures is not None and index < self.skeleton.depth:
+        if self.curvatures is not None:
             curvatures = [self.curvatures.of(index, spec.local) for spec in specs]
             if self.transformed:
                 names = [spec.local for spec in specs]

@@ -151,11 +151,12 @@ class Inputs:
 
 class DriftSums:
     """Sums for a `Drift`, over the batches with a counterpart in the original model. width: number of rows of
-    each of `Drift.halves`. outputs: see `Drift`. weighted: tokens are divided by `Counterpart.scale`."""
+    each of `Drift.halves`. outputs: see `Drift`. shares: tokens count here as in the site's own H, so that
+    these sums are a part of it."""
 
-    def __init__(self, in_features: int, device: torch.device, width: int, outputs: bool, weighted: bool):
+    def __init__(self, in_features: int, device: torch.device, width: int, outputs: bool, shares: bool):
         self.hessian, self.tokens = Hessian(in_features, device), 0
-        self.outputs, self.weighted = outputs, weighted
+        self.outputs, self.shares = outputs, shares
         self.halves = torch.zeros(2, width, in_features, device=device)
 
     def add(self, exact: Tensor, factor: Tensor, counterpart: Counterpart) -> None:
@@ -167,7 +168,7 @@ class DriftSums:
         if counterpart.missing is not None:
             missing = missing + counterpart.missing.view(missing.shape)
         factor = factor.float() if factor.dtype == torch.float16 else factor  # needs more exponents
-        if self.weighted:
+        if counterpart.scale is not None:
             scale = counterpart.scale.reshape(-1, 1).float().clamp(min=TINY)
             missing.div_(scale)
             factor = torch.div(factor, scale, out=torch.empty_like(factor) if factor is exact else factor)
@@ -181,6 +182,12 @@ class DriftSums:
         self.tokens = sum(distributed.all_gather(self.tokens))
         self.hessian.gather()
         distributed.sum_(self.halves)
+
+
+def _weighted(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return rows `[tokens, in]` whose products count `weights [tokens]` times."""
+    rows = rows.float() if rows.dtype == torch.float16 else rows  # needs more exponents
+    return rows * weights.sqrt()[:, None].to(rows.dtype)
 
 
 def _difference(theirs: Tensor, ours: Tensor) -> Tensor:
@@ -218,8 +225,11 @@ class SiteSums:
         self.sums = {kind: make(in_features, device) for kind, make in KINDS.items() if kind in needs}
         self.drifting: DriftSums | None = None  # set by the first batch with a counterpart
 
-    def add(self, inputs: Tensor, counterpart: Counterpart | None = None) -> None:
-        """Add a batch of inputs `[..., in]`, in float32."""
+    def add(
+        self, inputs: Tensor, counterpart: Counterpart | None = None, weights: Tensor | None = None
+    ) -> None:
+        """Add a batch of inputs `[..., in]`, in float32. weights: how much each token counts in H,
+        `[tokens]`; None if all count alike."""
         exact = inputs.reshape(-1, self.in_features)
         self.tokens += len(exact)
         if not len(exact):  # no token of this batch was routed to the expert
@@ -230,12 +240,14 @@ class SiteSums:
             if counterpart is not None and self.drifting is None:
                 outputs = counterpart.weight is not None
                 width = len(counterpart.weight) if outputs else self.in_features
-                kind = width, outputs, counterpart.scale is not None
+                kind = width, outputs, counterpart.scale is None and weights is None
                 self.drifting = DriftSums(self.in_features, self.device, *kind)
             for kind, sums in self.sums.items():
                 if kind is not Statistic.HESSIAN:
                     sums.add(rows)
-                elif counterpart is None or self.drifting.weighted:
+                elif weights is not None:
+                    sums.add(_weighted(factor, weights))
+                elif counterpart is None or not self.drifting.shares:
                     sums.add(factor)
             if counterpart is not None:  # last, because it changes `factor`
                 self.drifting.add(exact, factor, counterpart)
@@ -246,18 +258,18 @@ class SiteSums:
         for sums in self.sums.values():
             sums.gather()
         drifting, self.drifting = self.drifting, None
-        kind = drifting and (drifting.halves.shape[1], drifting.outputs, drifting.weighted)
+        kind = drifting and (drifting.halves.shape[1], drifting.outputs, drifting.shares)
         if kind := next(filter(None, distributed.all_gather(kind)), None):  # some ranks may have none
             drifting = drifting or DriftSums(self.in_features, self.device, *kind)
             drifting.gather()
-        if drifting is not None and not drifting.weighted:
+        if drifting is not None and drifting.shares:
             self.sums[Statistic.HESSIAN].sums += drifting.hessian.sums
         tokens = max(self.tokens, 1)
         statistics = SiteStatistics(
             {kind: sums.mean(tokens) for kind, sums in self.sums.items()}, self.tokens
         )
         if drifting is not None:
-            complete = drifting.tokens == self.tokens and not drifting.weighted
+            complete = drifting.tokens == self.tokens and drifting.shares
             hessian = statistics.hessian if complete else drifting.hessian.mean(drifting.tokens)
             halves = drifting.halves.mul_(2 / drifting.tokens)
             statistics[Statistic.DRIFT] = Drift(hessian, halves, drifting.outputs, drifting.tokens)

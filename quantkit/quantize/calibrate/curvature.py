@@ -6,15 +6,19 @@ the KL divergence by `½ δᵀ F δ`, where F is the Fisher information. With `H
 the linear's block of F is about `H ⊗ G` (K-FAC, Martens and Grosse 2015, arXiv:1503.05671, section 3), so an
 error `dW` costs about `tr(G dW H dWᵀ)`. YAQA minimises this cost (Tseng et al. 2025, arXiv:2505.22988).
 
+The product of two means forgets that tokens differ in both factors: where g is small, an error of the outputs
+costs little, whatever x is. So each token counts in H by its g (`Curvatures.weights`), as in YAQA's sketch B.
+
 One forward and one backward pass run through the unquantized model, a block at a time (`backward`). Each
-block's inputs are stored in files, so memory does not grow with the number of blocks. A block's curvatures
-stay in a file of the staging folder until the block is quantized; they are always read from there, so that a
-resumed job computes with the same numbers.
+block's inputs are stored in files, so memory does not grow with the number of blocks. Curvatures and squared
+gradients stay in a file of the staging folder until their block is quantized; they are always read from
+there, so that a resumed job computes with the same numbers.
 """
 
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -36,10 +40,14 @@ from quantkit.quantize.timings import Timings
 STEPS = "gradients"  # name of the stage
 BACK = 3  # forward passes that a block's backward pass costs: 1 to run the block again, 2 for gradients
 SEED = 0  # for drawing tokens from the model's predictions
+POWER = 0.5  # of a token's squared gradient; the whole of it leaves few tokens in H, and their noise
+LIMIT = 20.0  # largest weight of a token
+TOKENS = "{}.tokens"  # stored name of the squared gradients at a linear's outputs
 
 
 class Curvatures:
-    """Curvatures of a job's linears, by block, stored in files of its staging folder."""
+    """Curvatures of a job's linears and weights of its tokens, by block, stored in files of its staging
+    folder."""
 
     def __init__(self, blocks: StagedBlocks, device: torch.device):
         self._blocks, self._device = blocks, device
@@ -49,9 +57,55 @@ class Curvatures:
         info = self._blocks.infos(block).get(local)
         return info and reading.tensor(info).to(self._device).float()
 
+    def weights(self, block: int, linears: Sequence[str]) -> Tensor | None:
+        """Return how much each token counts in H of a site with these linears, float32 `[tokens]`. That is
+        the squared length of g, its mean over the linears, to the POWER; relative to the mean, at most LIMIT.
+        None if one is unknown."""
+        infos = self._blocks.infos(block)
+        names = [TOKENS.format(name) for name in linears]
+        if not all(name in infos for name in names):
+            return None
+        squares = torch.stack([reading.tensor(infos[name]) for name in names]).mean(0)
+        weights = squares.pow(POWER)
+        return (weights / weights.mean()).clamp(max=LIMIT).to(self._device)
+
     def done_with(self, block: int) -> None:
         """Delete the curvatures of a block."""
         self._blocks.forget(block)
+
+
+@dataclass
+class OutputGradients:
+    """The gradients at the outputs of a linear. squares: their squared lengths, token by token."""
+
+    sums: SiteSums
+    squares: list[Tensor] = field(default_factory=list)
+
+    def listen(self, linear: nn.Module, args: tuple, out: Tensor) -> None:
+        """Add the gradients of `out` as soon as they are known; a forward hook."""
+        if out.requires_grad and out.numel():
+            out.register_hook(self._add)
+
+    def _add(self, gradient: Tensor) -> None:
+        self.sums.add(gradient.detach())
+        self.squares.append(gradient.detach().float().square().sum(-1).flatten())
+
+    def stored(self, name: str, tokens: int) -> dict[str, Tensor]:
+        """Return tensors of the linear `name`: G with mean diagonal 1 in float16, whose rounding errors are
+        far below the damping, and the squared lengths with mean 1 if there is one for each of the `tokens`.
+        Nothing if no gradient arrived. Uses the sums up."""
+        if not self.squares:
+            return {}
+        curvature, squares = self.sums.finish().hessian, torch.cat(self.squares)
+        mean = curvature.diagonal().mean()
+        what = f"gradients at the outputs of {name} are not finite"
+        hint = "try --dtype float32, or --solver gptq, which needs none"
+        require(torch.isfinite(curvature).all(), what, hint)
+        curvature = curvature.div_(mean) if mean > 0 else curvature.fill_diagonal_(1.0)
+        found = {name: curvature.half().cpu()}
+        if len(squares) == tokens and mean > 0:
+            found[TOKENS.format(name)] = (squares / squares.mean()).cpu()
+        return found
 
 
 def gather(
@@ -80,7 +134,8 @@ def gather(
     try:
         with timings(STEPS):
             states = embedded(skeleton, batches, place)
-            _pass(skeleton, chosen, states, staged, progress)
+            tokens = sum(ids.numel() for ids in batches)
+            _pass(skeleton, chosen, states, tokens, staged, progress)
     except torch.OutOfMemoryError as error:
         hint = "start again with a smaller --batch-size and --overwrite, or with --solver gptq"
         message = f"{skeleton.device} ran out of memory while gradients flowed back"
@@ -96,6 +151,7 @@ def _pass(
     skeleton: Skeleton,
     chosen: Mapping[int, Sequence[str]],
     states: States,
+    tokens: int,
     staged: StagedBlocks,
     progress: Progress,
 ) -> None:
@@ -112,8 +168,10 @@ def _pass(
     for index, block in walk.blocks(skeleton, only=range(depth - 1, first - 1, -1)):
         progress.counting(STEPS, total - BACK * (index + 1 - first), total)
         run = partial(skeleton.trace_block, index, values={})
-        sums = _back(run, block, entered.pop(index), states, chosen.get(index, ()))
-        stored = {name: _stored(name, gathered) for name, gathered in sums.items() if gathered.tokens}
+        found = _back(run, block, entered.pop(index), states, chosen.get(index, ()))
+        stored: dict[str, Tensor] = {}
+        for name, gradients in found.items():
+            stored |= gradients.stored(name, tokens)
         staged.save(index, stored, [])
     progress.counting(STEPS, total, total)
 
@@ -134,18 +192,18 @@ def _back_through_head(skeleton: Skeleton, states: States) -> None:
 
 def _back(
     run: Run, block: nn.Module, entered: States, gradients: States, names: Sequence[str]
-) -> dict[str, SiteSums]:
-    """Run a block backward. Return sums over the gradients of the outputs of linears `names`. Gradients of
-    the block's outputs are replaced by those of its inputs. entered: the inputs.
+) -> dict[str, OutputGradients]:
+    """Run a block backward. Return what is kept of the gradients of the outputs of linears `names`. Gradients
+    of the block's outputs are replaced by those of its inputs. entered: the inputs.
 
     Raises QuantkitError if gradients do not flow back.
     """
     linears = {name: block.get_submodule(name) for name in names}
     device = next(block.parameters()).device
-    sums = {name: SiteSums(linear.out_features, device) for name, linear in linears.items()}
+    found = {name: OutputGradients(SiteSums(part.out_features, device)) for name, part in linears.items()}
     with ExitStack() as stack:
         for name, linear in linears.items():
-            stack.enter_context(linear.register_forward_hook(partial(_listen, sums[name])))
+            stack.enter_context(linear.register_forward_hook(found[name].listen))
         for k, gradient in enumerate(gradients):
             try:
                 entering = through_block(run, entered[k], gradient)
@@ -156,13 +214,7 @@ def _back(
             if entering is None:
                 raise _unfit(block, "it has none")
             gradients[k] = entering
-    return sums
-
-
-def _listen(sums: SiteSums, linear: nn.Module, args: tuple, out: Tensor) -> None:
-    """Add the gradients of a linear's outputs to `sums`; a forward hook."""
-    if out.requires_grad and out.numel():
-        out.register_hook(lambda gradient: sums.add(gradient.detach()))
+    return found
 
 
 def draw(logits: Tensor, generator: torch.Generator) -> Tensor:
@@ -171,16 +223,6 @@ def draw(logits: Tensor, generator: torch.Generator) -> Tensor:
     level = torch.rand(len(logits), 1, generator=generator).to(logits.device)
     below = torch.softmax(logits, -1).cumsum_(-1) < level
     return below.sum(-1).clamp(max=logits.shape[-1] - 1)
-
-
-def _stored(name: str, sums: SiteSums) -> Tensor:
-    """Return G with mean diagonal 1 in float16, whose rounding errors are far below the damping."""
-    curvature = sums.finish().hessian
-    mean = curvature.diagonal().mean()
-    what = f"gradients at the outputs of {name} are not finite"
-    require(torch.isfinite(curvature).all(), what, "try --dtype float32, or --solver gptq, which needs none")
-    curvature = curvature.div_(mean) if mean > 0 else curvature.fill_diagonal_(1.0)
-    return curvature.half().cpu()
 
 
 def _unfit(block: nn.Module, reason: str) -> QuantkitError:

@@ -14,6 +14,7 @@ from quantkit.models.machine.memory import MAPPED_BYTES, return_freed_pages
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import capture
 from quantkit.quantize.calibrate.capture import SiteSums
+from quantkit.quantize.calibrate.curvature import Curvatures
 from quantkit.quantize.calibrate.original import Original
 from quantkit.quantize.calibrate.sites import Block, Site
 from quantkit.quantize.calibrate.states import States
@@ -47,7 +48,7 @@ class Execution:
 class Measuring:
     """Measures a block by running `states` through it. needs: the statistics. choice: which tokens an
     expert's statistics use. batches: number on all ranks; `states` has this rank's. original: the original
-    model's block, if needed."""
+    model's block, if needed. curvatures: for the weights of tokens, if measured."""
 
     skeleton: Skeleton
     block: Block
@@ -58,6 +59,7 @@ class Measuring:
     timings: Timings
     batches: int
     original: Original | None = None
+    curvatures: Curvatures | None = None
 
     def run(self, most: int | None = None) -> Callable[[int], Tensor]:
         """Return a function that runs the block on batch k. most: only its first sequences."""
@@ -120,11 +122,20 @@ class Measuring:
 
     def summed(self, site: Site, inputs: Iterable[Tensor]) -> SiteStatistics:
         """Return a site's statistics from all batches of its inputs."""
-        sums = SiteSums(site.in_features, self.skeleton.device, self.needs)
+        sums, at = SiteSums(site.in_features, self.skeleton.device, self.needs), 0
+        weights = self._weights(site)
         for k, batch in enumerate(self.timings.waiting("forward", inputs)):
+            span = slice(at, at := at + batch.shape[:-1].numel())
             with self.timings("hessian", wait=False):
-                sums.add(batch, self.original.counterpart(site, k) if self.original else None)
+                counterpart = self.original.counterpart(site, k) if self.original else None
+                sums.add(batch, counterpart, None if weights is None else weights[span])
         return self.finished(site, sums)
+
+    def _weights(self, site: Site) -> Tensor | None:
+        """Return how much each token counts in H; None if all count alike, as for experts."""
+        if not self.curvatures or site.pool or site.calls != 1:
+            return None
+        return self.curvatures.weights(self.block.index, [spec.local for spec in self.block.quantized(site)])
 
     def finished(self, site: Site, sums: SiteSums) -> SiteStatistics:
         """Return a site's statistics from `sums`. Raises QuantkitError if activations are not finite."""

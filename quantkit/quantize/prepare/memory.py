@@ -281,8 +281,9 @@ def loss_memory(shapes: Shapes, away: bool = False) -> int:
 
 def scratch_bytes(depth: int, shapes: Shapes) -> int:
     """Return the bytes of temporary files of a job with gradients: the inputs of each block, which the
-    backward pass replaces by the block's curvatures."""
-    return depth * max(shapes.states, sum(2 * out**2 for _, out, _ in shapes.linears))
+    backward pass replaces by the block's curvatures and squared gradients."""
+    curvatures = sum(2 * out**2 + FLOAT32 * shapes.tokens for _, out, _ in shapes.linears)
+    return depth * max(shapes.states, curvatures)
 
 
 def sites_at_once(shapes: Shapes, free: int, need: Peak) -> int:
