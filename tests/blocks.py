@@ -12,7 +12,7 @@ from quantkit.layouts import Statistic
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
-from quantkit.quantize.calibrate.capture import gather
+from quantkit.quantize.calibrate.capture import SiteSums, gather
 from quantkit.quantize.calibrate.sites import Site, find_sites
 from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.calibrate.view import BlockView
@@ -47,9 +47,9 @@ class Bench:
 
     def statistics(self) -> dict[Site, SiteStatistics]:
         """What AWQ wants to know, of every site."""
-        sums = gather(
-            self.block, self.sites, (Statistic.HESSIAN, Statistic.MAGNITUDE), torch.device("cpu"), self.run
-        )
+        needs, cpu = (Statistic.HESSIAN, Statistic.MAGNITUDE), torch.device("cpu")
+        sums = {site: SiteSums(site.in_features, cpu, needs) for site in self.sites}
+        gather(self.block, sums, self.run)
         return {site: part.finish() for site, part in sums.items()}
 
 

@@ -23,7 +23,7 @@ from quantkit.layouts.compressed_tensors.floats import MxFp4Packed, MxFp8, NvFp4
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.gptq import GptqLayout
 from quantkit.models.gguf.file_types import NO_FEEDBACK
-from quantkit.quantize.calibrate.capture import gather
+from quantkit.quantize.calibrate.capture import SiteSums, gather
 from quantkit.quantize.calibrate.sites import find_sites
 from quantkit.quantize.calibrate.view import BlockView
 from quantkit.quantize.solvers import Solved
@@ -115,7 +115,8 @@ class Bench:
         return self.block.norm(self.x).flatten(0, 1)
 
     def view(self) -> BlockView:
-        sums = gather(self.block, self.sites, NEEDS, torch.device("cpu"), lambda: self.block(self.x))
+        sums = {site: SiteSums(site.in_features, torch.device("cpu"), NEEDS) for site in self.sites}
+        gather(self.block, sums, lambda: self.block(self.x))
         statistics = {site: part.finish() for site, part in sums.items()}
         probe = self.x[:1, :8]
         return BlockView(

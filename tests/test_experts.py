@@ -77,9 +77,8 @@ def test_the_layers_statistics_are_those_of_all_experts_together(mixture):
     """Σ n_e H_e = n H of what passes `between`; for `entering`, which sees each token once, twice as much:
     two experts are chosen for each token."""
     skeleton, block, hidden, sites = loaded(mixture("mixtral"))
-    sums = capture.gather(
-        block, sites, {Statistic.HESSIAN}, skeleton.device, lambda: skeleton.run_block(0, hidden)
-    )
+    sums = {site: SiteSums(site.in_features, skeleton.device) for site in sites}
+    capture.gather(block, sums, lambda: skeleton.run_block(0, hidden))
     found = {site: part.finish() for site, part in sums.items()}
     for pool, times in (("entering", 2), ("between", 1)):
         name = f"mlp.experts.{pool}"

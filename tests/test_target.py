@@ -101,11 +101,12 @@ def test_weights_of_tokens_change_the_hessian_alone(dtype, scaled):
     weight, inputs = randn(ROWS, WIDTH, seed=0), 100 * randn(TOKENS, WIDTH, seed=1).to(dtype)
     theirs, count = 100 * randn(TOKENS, WIDTH, seed=2).to(dtype), 1e3 * randn(TOKENS, seed=3).exp()
     alone = (weight, randn(TOKENS, ROWS, seed=4), torch.rand(TOKENS) + 1) if scaled else ()
-    plain, weighted = SiteSums(WIDTH, torch.device("cpu")), SiteSums(WIDTH, torch.device("cpu"))
+    plain = SiteSums(WIDTH, torch.device("cpu"))
+    weighted = SiteSums(WIDTH, torch.device("cpu"), weights=count)
     for part in cut(torch.arange(TOKENS), TOKENS):
         counterpart = Counterpart(theirs[part], *(alone and (weight, alone[1][part], alone[2][part])))
         plain.add(inputs[part].clone(), counterpart)
-        weighted.add(inputs[part].clone(), counterpart, count[part])
+        weighted.add(inputs[part].clone(), counterpart)
     plain, weighted = plain.finish(), weighted.finish()
     wanted = 2 * inputs.double().T @ (inputs.double() * count[:, None]) / TOKENS
     assert_sums(weighted.hessian, wanted.float(), rel=1e-5 if dtype.itemsize == 4 else 1e-2)

@@ -1,6 +1,6 @@
 """Sums over the inputs of a block's sites, batch by batch, from which `SiteStatistics` are made."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -215,23 +215,26 @@ KINDS = {
 
 
 class SiteSums:
-    """Sums over the inputs of one site, in float32, batch by batch. needs: statistics to be measured."""
+    """Sums over the inputs of one site, in float32, batch by batch. needs: statistics to be measured.
+    weights: how much each token counts in H, `[tokens]` in the order of the inputs; None: all alike."""
 
     def __init__(
-        self, in_features: int, device: torch.device, needs: Collection[Statistic] = (Statistic.HESSIAN,)
+        self,
+        in_features: int,
+        device: torch.device,
+        needs: Collection[Statistic] = (Statistic.HESSIAN,),
+        weights: Tensor | None = None,
     ):
-        self.in_features, self.device = in_features, device
+        self.in_features, self.device, self.weights = in_features, device, weights
         self.tokens = 0
         self.sums = {kind: make(in_features, device) for kind, make in KINDS.items() if kind in needs}
         self.drifting: DriftSums | None = None  # set by the first batch with a counterpart
 
-    def add(
-        self, inputs: Tensor, counterpart: Counterpart | None = None, weights: Tensor | None = None
-    ) -> None:
-        """Add a batch of inputs `[..., in]`, in float32. weights: how much each token counts in H,
-        `[tokens]`; None if all count alike."""
+    def add(self, inputs: Tensor, counterpart: Counterpart | None = None) -> None:
+        """Add a batch of inputs `[..., in]`, in float32."""
         exact = inputs.reshape(-1, self.in_features)
-        self.tokens += len(exact)
+        span = slice(self.tokens, self.tokens + len(exact))
+        self.tokens = span.stop
         if not len(exact):  # no token of this batch was routed to the expert
             return
         factor = exact if exact.itemsize == 2 and widens(exact.device) else exact.float()
@@ -240,13 +243,13 @@ class SiteSums:
             if counterpart is not None and self.drifting is None:
                 outputs = counterpart.weight is not None
                 width = len(counterpart.weight) if outputs else self.in_features
-                kind = width, outputs, counterpart.scale is None and weights is None
+                kind = width, outputs, counterpart.scale is None and self.weights is None
                 self.drifting = DriftSums(self.in_features, self.device, *kind)
             for kind, sums in self.sums.items():
                 if kind is not Statistic.HESSIAN:
                     sums.add(rows)
-                elif weights is not None:
-                    sums.add(_weighted(factor, weights))
+                elif self.weights is not None:
+                    sums.add(_weighted(factor, self.weights[span]))
                 elif counterpart is None or not self.drifting.shares:
                     sums.add(factor)
             if counterpart is not None:  # last, because it changes `factor`
@@ -278,19 +281,14 @@ class SiteSums:
 
 def gather(
     block: nn.Module,
-    sites: Iterable[Site],
-    needs: Collection[Statistic],
-    device: torch.device,
+    gathered: Mapping[Site, SiteSums],
     forward: Callable[[], object],
     counterpart: Callable[[Site], Counterpart | None] = lambda site: None,
-) -> dict[Site, SiteSums]:
-    """Return the sums over the inputs of every site. forward: runs the block on all batches. counterpart:
-    returns the current batch at a site in the original model."""
-    gathered = {}
+) -> None:
+    """Add the inputs of every site. forward: runs the block on all batches. counterpart: returns the current
+    batch at a site in the original model."""
     with ExitStack() as stack:
-        for site in sites:
-            gathered[site] = SiteSums(site.in_features, device, needs)
+        for site in gathered:
             hook = lambda module, args, site=site: gathered[site].add(args[0], counterpart(site))  # noqa: E731
             stack.enter_context(block.get_submodule(site.module).register_forward_pre_hook(hook))
         forward()
-    return gathered

@@ -7,7 +7,7 @@ one batch. Experts of a layer are independent, so `gather_together` measures man
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ import greenlet
 import torch
 from torch import Tensor, nn
 
-from quantkit.layouts import Statistic
 from quantkit.quantize.calibrate.capture import SiteSums
 from quantkit.quantize.calibrate.sites import Site
 
@@ -25,23 +24,22 @@ Each = Callable[[Callable[[int], Any], int], Iterator[Any]]  # how `run(0)` to `
 
 def gather_together(
     block: nn.Module,
-    sites: Sequence[Site],
-    needs: Collection[Statistic],
-    device: torch.device,
+    gathered: Mapping[Site, SiteSums],
     run: Callable[[int], Tensor],
     batches: int,
     each: Each,
-) -> dict[Site, SiteSums]:
-    """Return sums over the inputs of independent sites, from one forward pass that ends at the last site.
+) -> None:
+    """Add the inputs of independent sites, in the order of the block, from one forward pass that ends at the
+    last site.
 
     The sites' own weights are not used, so experts are not even read.
     """
-    gathered = {site: SiteSums(site.in_features, device, needs) for site in sites}
+    *_, last = gathered
 
     def forward(linear: nn.Module, site: Site, hidden: Tensor) -> Tensor:
         if linear is block.get_submodule(site.module):
             gathered[site].add(hidden)
-            if site is sites[-1]:
+            if site is last:
                 raise _Reached(hidden)
         return hidden if not site.linears else hidden.new_zeros(*hidden.shape[:-1], linear.out_features)
 
@@ -50,14 +48,13 @@ def gather_together(
             run(index)
 
     with ExitStack() as stack:
-        for site in sites:
+        for site in gathered:
             for name in site.linears or (site.pool,):
                 module = block.get_submodule(name)
                 module.forward = partial(forward, module, site)
                 stack.callback(delattr, module, "forward")
         for _ in each(until, batches):
             pass
-    return gathered
 
 
 class SuspendedForward:

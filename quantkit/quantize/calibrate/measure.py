@@ -98,11 +98,11 @@ class Measuring:
         most = math.ceil(sample * sequences * self.batches / len(sampled))
         batches = [k - span.start for k in sampled if k in span]
         run, whole = self.run(most), sample == 1
+        gathered = {site: self.sums(site, whole) for site in sites}
         outputs = self.in_step(lambda position: run(batches[position]), len(batches))
         with self.timings("forward"):
-            gathered = capture.gather(
-                self.block.module, sites, self.needs, self.skeleton.device,
-                lambda: deque(outputs, maxlen=0),
+            capture.gather(
+                self.block.module, gathered, lambda: deque(outputs, maxlen=0),
                 self.original.counterpart if whole and self.original else lambda site: None,
             )  # fmt: skip
         measured = {site: self.finished(site, sums) for site, sums in gathered.items()}
@@ -122,20 +122,19 @@ class Measuring:
 
     def summed(self, site: Site, inputs: Iterable[Tensor]) -> SiteStatistics:
         """Return a site's statistics from all batches of its inputs."""
-        sums, at = SiteSums(site.in_features, self.skeleton.device, self.needs), 0
-        weights = self._weights(site)
+        sums = self.sums(site)
         for k, batch in enumerate(self.timings.waiting("forward", inputs)):
-            span = slice(at, at := at + batch.shape[:-1].numel())
             with self.timings("hessian", wait=False):
-                counterpart = self.original.counterpart(site, k) if self.original else None
-                sums.add(batch, counterpart, None if weights is None else weights[span])
+                sums.add(batch, self.original.counterpart(site, k) if self.original else None)
         return self.finished(site, sums)
 
-    def _weights(self, site: Site) -> Tensor | None:
-        """Return how much each token counts in H; None if all count alike, as for experts."""
-        if not self.curvatures or site.pool or site.calls != 1:
-            return None
-        return self.curvatures.weights(self.block.index, [spec.local for spec in self.block.quantized(site)])
+    def sums(self, site: Site, whole: bool = True) -> SiteSums:
+        """Return empty sums for a site. With curvatures, tokens count by their gradients in H, but not those
+        of experts. whole: all tokens will be added, in their order."""
+        weights, names = None, [spec.local for spec in self.block.quantized(site)]
+        if self.curvatures and whole and names and not site.pool and site.calls == 1:
+            weights = self.curvatures.weights(self.block.index, names)
+        return SiteSums(site.in_features, self.skeleton.device, self.needs, weights)
 
     def finished(self, site: Site, sums: SiteSums) -> SiteStatistics:
         """Return a site's statistics from `sums`. Raises QuantkitError if activations are not finite."""

@@ -78,12 +78,9 @@ def repeated(measuring: Measuring, advance: Advance) -> Iterator[Visit]:
             following = block.chosen[block.chosen.index(site) :][:at_once]
             together = list(takewhile(lambda each: each.pool == site.pool and not each.whole, following))
             with measuring.timings("forward"):
-                gathered.update(
-                    forwards.gather_together(
-                        block.module, together, measuring.needs, measuring.skeleton.device, run, count,
-                        measuring.in_step,
-                    )
-                )  # fmt: skip
+                sums = {each: measuring.sums(each) for each in together}
+                forwards.gather_together(block.module, sums, run, count, measuring.in_step)
+                gathered.update(sums)
         return measuring.finished(site, gathered.pop(site))
 
     def measured(sites: Sequence[Site]) -> Visit:

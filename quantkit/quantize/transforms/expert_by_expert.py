@@ -15,7 +15,6 @@ from torch import Tensor
 
 from quantkit.models.machine.expert_share import expert_of
 from quantkit.models.skeleton.experts import Experts, Routed
-from quantkit.quantize.calibrate.capture import SiteSums
 from quantkit.quantize.calibrate.measure import Measuring
 from quantkit.quantize.calibrate.schedule import Advance, Visit
 from quantkit.quantize.calibrate.sites import Site
@@ -112,7 +111,7 @@ class ExpertByExpert:
     def _gathered(self, site: Site) -> SiteStatistics:
         """Return the statistics of a site of the expert in memory, with its original weights."""
         measuring = self._measuring
-        sums = SiteSums(site.in_features, measuring.skeleton.device, measuring.needs)
+        sums = measuring.sums(site)
         with measuring.timings("forward"):
             for inputs in self._inputs(site) if site.pool else ():
                 sums.add(inputs)
