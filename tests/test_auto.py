@@ -1,5 +1,6 @@
 """`quantkit auto`: a budget is kept, the better is kept, recipes repeat the bytes, tables are used again."""
 
+import fcntl
 import json
 import os
 import re
@@ -157,7 +158,7 @@ def test_an_interrupted_search_goes_on(auto, tmp_path, monkeypatch):
         patch.setattr(results.loop, "run", stop)
         auto("--bpw", "4.2", "-o", "found", code=130)
     assert (tmp_path / "found.auto" / "sensitivities.json").is_file()
-    assert "holds an unfinished search" in auto("--bpw", "4.2", "-o", "found", code=2)
+    assert "holds an unfinished job" in auto("--bpw", "4.2", "-o", "found", code=2)
     monkeypatch.setattr(run, "measure", None)
     found = auto("--bpw", "4.2", "-o", "found", "--resume")
     assert found["searched"]["bits_per_weight"] <= 4.2 and not (tmp_path / "found.auto").exists()
@@ -331,18 +332,20 @@ def test_an_interrupt_before_anything_is_kept_begins_again(auto, tmp_path, monke
     assert not (tmp_path / "found.auto").exists()
 
 
+def _table(prepared) -> Sensitivities:
+    """A whole table, as `measure` would have found it."""
+    rows = {}
+    for unit in prepared.units:
+        errors = {candidate.name: 1 / candidate.nbytes for candidate in unit.candidates}
+        divergence = {"mean": 0.1, "stderr": 0.0}
+        rows[unit.name] = {"errors": {"nearest": errors, "solved": errors}, "divergence": divergence}
+    return Sensitivities(prepared.identity, 64, 1.0, None, rows)
+
+
 @pytest.fixture
 def table(auto, tmp_path, monkeypatch) -> dict:
-    """A whole table, as `measure` would have found it."""
-
     def measured(prepared, progress, known):
-        rows = {}
-        for unit in prepared.units:
-            errors = {candidate.name: 1 / candidate.nbytes for candidate in unit.candidates}
-            divergence = {"mean": 0.1, "stderr": 0.0}
-            rows[unit.name] = {"errors": {"nearest": errors, "solved": errors}, "divergence": divergence}
-        found = Sensitivities(prepared.identity, 64, 1.0, None, rows)
-        found.save(tmp_path / "u.json")
+        _table(prepared).save(tmp_path / "u.json")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -399,3 +402,40 @@ def test_a_table_is_written_through_no_name_that_can_be_guessed(tmp_path):
     Sensitivities({}, 64, 1.0, None, {}).save(tmp_path / "u.json")
     assert (tmp_path / "mine").read_text() == "mine"
     assert json.loads((tmp_path / "u.json").read_text())["tokens"] == 64
+
+
+# ---- the folder of a search
+
+
+def _stop(*arguments):
+    raise KeyboardInterrupt
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Units are not measured."""
+    monkeypatch.setattr(run, "measure", lambda prepared, *_: iter([_table(prepared)]))
+
+
+@pytest.fixture
+def unfinished(auto, quick, tmp_path, monkeypatch) -> Path:
+    """The folder of a search that was interrupted when it had measured."""
+    with monkeypatch.context() as patch:
+        patch.setattr(results.Search, "_make", _stop)
+        auto("--bpw", "4.2", "-o", "found", code=130)
+    return tmp_path / "found.auto"
+
+
+def test_a_search_in_use_is_left_alone(auto, unfinished):
+    before = _files(unfinished)
+    with open(unfinished / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for mode in ("--resume", "--overwrite"):
+            said = auto("--bpw", "4.2", "-o", "found", mode, code=1)
+            assert "error: found.auto is in use by another process\nhint: wait until it is done" in said
+        assert auto("--bpw", "4.2", "-o", "found", "--resume", "--dry-run")["refused"] is None
+    assert _files(unfinished) == before and "sensitivities.json" in before

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ from quantkit.quantize.prepare import linears, recipe
 from quantkit.quantize.prepare.request import Request
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
+from quantkit.quantize.staging.folder import SENSITIVITIES, Staging
 from quantkit.text.calibration import HELD_OUT, MOST_HELD_OUT, hold_out
 
 DEFAULTS = {f"quant.{name}": getattr(AutoOptions, name) for name in ("solver", "target", "head")}
@@ -38,9 +40,10 @@ STATISTICS_TOKENS = 32768  # maximum of tokens for Hessians
 LEAST_TOKENS = 1000  # measured on fewer tokens, sensitivities and comparisons are chance
 MEASURED_IN = "float32"  # rounding hidden states to 16 bit adds divergence, which hides the gain of more bits
 KEPT_IN = torch.bfloat16  # type of the usual weights; much finer than the candidates' rounding
-TABLE = "sensitivities.json"
 # Manifest and model card, whose recipe names many linears, in all and per linear: SmolLM2's 210 take 207 kB.
 MANIFEST_BYTES, LINEAR_BYTES = 6144, 1152
+# Options that change no result. The fingerprint has the hash of the text that --text names.
+NOT_DECISIVE = {"recipe_out", "search_streams", "sensitivities", "text"}
 STREAMS_SHARE = 0.25  # share of the free memory for streams
 
 
@@ -63,15 +66,20 @@ class Auto:
     held_out: int
     cache: str | None = None
 
+    @cached_property
+    def staging(self) -> Staging:
+        """The unfinished search's folder."""
+        return Staging(self.output, self.space.method.name == "gguf", ending="auto")
+
     @property
     def folder(self) -> Path:
         """Return the folder of the unfinished search."""
-        return self.output.with_name(f"{self.output.name}.auto")
+        return self.staging.folder
 
     @property
     def table(self) -> Path:
         """Return the path of the unfinished search's sensitivities."""
-        return self.folder / TABLE
+        return self.folder / SENSITIVITIES
 
     @property
     def refused(self) -> dict | None:
@@ -80,7 +88,7 @@ class Auto:
 
     def check_output(self) -> None:
         """Raise QuantkitError unless the result, the recipe and the table may be written."""
-        may_replace.check(self.output, self.space.method.name == "gguf", self.request.overwrite)
+        self.staging.check(self.request.resume, self.request.overwrite)
         options, hint = self.request.options, "choose another path"
         for path in filter(None, (options.recipe_out, options.sensitivities)):
             what = f"{path} cannot be written: it is no file in an existing folder"
@@ -200,11 +208,11 @@ class Auto:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return all that a table of sensitivities depends on; a saved table must have the same."""
+        """Return all that a table of sensitivities depends on, as JSON; a saved table must have the same."""
         options = self.request.options
         candidates = [[unit.name, [candidate.name for candidate in unit.candidates]] for unit in self.units]
         run = self.job.request.run
-        return {
+        identity = {
             "quantkit": __version__,
             "source_sha256": self.job.checkpoint.sha256(),
             "engine": options.engine,
@@ -216,6 +224,15 @@ class Auto:
             "experts": run.experts,
             "dtype": self.job.plan.execution.dtype,
         }
+        return json.loads(json.dumps(identity))
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Return all that the result depends on. Only a search with an equal fingerprint resumes."""
+        options = asdict(self.request.options).items()
+        asked = {name: value for name, value in options if name not in NOT_DECISIVE}
+        more = {"max_shard_gb": self.job.request.run.max_shard_gb, "measured_on": vars(self.windows.protocol)}
+        return self.identity | more | {"options": self.identity["options"] | asked, "execution": {}}
 
 
 def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> Auto:

@@ -66,8 +66,7 @@ class Sensitivities:
 def load(path: Path, identity: dict[str, Any], units: Sequence[Unit]) -> Sensitivities:
     """Read a saved table. Raises QuantkitError if it is invalid or of another model or other options."""
     table = read(path)
-    requested = json.loads(json.dumps(identity))
-    different = differences(table.identity, requested)
+    different = differences(table.identity, identity)
     what = f"{path} holds sensitivities of another search; different: {name_all(different)}"
     require(not different, what, f"repeat the options of that search, or {ANEW}", USAGE)
     for unit in units:

@@ -54,7 +54,7 @@ def command(context: typer.Context, model: flags.UNQUANTIZED, **values: Any) -> 
             if note := cost.note(prepared):
                 progress.warn(note)
         else:
-            with running.resumable(folder=prepared.folder, kept=lambda: run.kept(prepared)):
+            with running.resumable([prepared.staging], kept=lambda: run.kept(prepared)):
                 record = run.run(prepared, progress)
     streams.present(record, values["as_json"], lambda: show.print_record(record))
     if not dry_run:

@@ -31,6 +31,7 @@ from quantkit.quantize.staging.fingerprint import differences
 
 REST = "rest.safetensors"
 GRADIENTS = "curvature"  # folder of calibrate/curvature.py
+SENSITIVITIES = "sensitivities.json"  # the table of `quantkit auto`
 MOST = {"batch_size": 1 << 20, "threads": MOST_THREADS}
 
 
@@ -39,11 +40,12 @@ class Staging(StagedBlocks):
 
     one_file: the output is a GGUF file, not a folder. follows: another rank writes, and this rank reads its
     staged blocks from a shared folder. This rank keeps its own, equal, parts of a block in a temporary folder
-    until the block is done, because experts that return into memory are read from there.
+    until the block is done, because experts that return into memory are read from there. ending: of the
+    folder's name.
     """
 
-    def __init__(self, output: Path, one_file: bool = False, follows: bool = False):
-        super().__init__(output.parent / f"{output.name}.partial")
+    def __init__(self, output: Path, one_file: bool = False, follows: bool = False, ending: str = "partial"):
+        super().__init__(output.parent / f"{output.name}.{ending}")
         self.output, self.one_file, self.follows = output, one_file, follows
         self._own: StagedBlocks = self
         self._lock = None
@@ -107,15 +109,15 @@ class Staging(StagedBlocks):
         require(not different, what, hint, USAGE)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._acquire()
-        if not stored:
-            _clear(self.folder)  # files of another job
-        self.sign(fingerprint)
         try:
+            if not stored:
+                _clear(self.folder)  # files of another job
+            self.sign(fingerprint)
             yield
         except QuantkitError as error:
             self._writer.shutdown()
-            gathered = (self.folder / GRADIENTS).exists()  # gradients are most of the work
-            if isinstance(error, DamagedError) or not (self.there() or self.rest() or gathered):
+            measured = any((self.folder / name).exists() for name in (GRADIENTS, SENSITIVITIES))
+            if isinstance(error, DamagedError) or not (self.there() or self.rest() or measured):
                 self.discard()  # nothing in it is worth keeping
             raise
         finally:
@@ -230,25 +232,27 @@ class Staging(StagedBlocks):
         """Start to compute `sums`, the sha256 of the assembled folder's files."""
         self.sums = self._writer.submit(checksums.of_folder, self.assembled)
 
-    def publish(self) -> None:
-        """Sync the finished output, rename it to its final path, and remove the staging folder.
+    def publish(self, made: Path | None = None) -> None:
+        """Sync the finished output, rename it to its final path, and remove the staging folder. made: its
+        path in the folder, if not `assembled`.
 
-        Raises QuantkitError if another output appeared at this path.
+        Raises QuantkitError if another output appeared at the final path.
         """
         self.wait()
-        _sync_all(self.assembled)
+        made = made or self.assembled
+        _sync_all(made)
         existing = gguf_shards.existing(self.output)
         if existing and not self._replaces:
             hint = "move it away and run the same command again, with --resume if the command has it"
             raise QuantkitError(f"{existing[0]} appeared while the job ran", hint)
         may_replace.check(self.output, self.one_file, self._replaces)
-        self._made = may_replace.identity(gguf_shards.first(self.assembled))
-        put(self.assembled, self.output, self.folder / "replaced")
+        self._made = may_replace.identity(gguf_shards.first(made))
+        _put(made, self.output, self.folder / "replaced")
         sync(self.output.parent)
         self.discard()
 
 
-def put(made: Path, output: Path, replaced: Path) -> None:
+def _put(made: Path, output: Path, replaced: Path) -> None:
     """Rename a finished output, or its shards, to `output`, the first shard last: clients open it. What was
     there goes into the folder `replaced`."""
     _remove(replaced)
