@@ -439,3 +439,20 @@ def test_a_search_in_use_is_left_alone(auto, unfinished):
             assert "error: found.auto is in use by another process\nhint: wait until it is done" in said
         assert auto("--bpw", "4.2", "-o", "found", "--resume", "--dry-run")["refused"] is None
     assert _files(unfinished) == before and "sensitivities.json" in before
+
+
+def test_a_search_resumes_with_its_own_options_alone(auto, unfinished, monkeypatch):
+    """The hint keeps what was measured."""
+    before, name = _files(unfinished), "found.auto/sensitivities.json"
+    said = auto("--bpw", "5", "-o", "found", "--resume", code=2)
+    assert "error: found.auto holds another job; different: --bpw (4.2 there, 5.0 here)\n" in said
+    assert f"or start again with --overwrite --sensitivities {name}" in said
+    said = auto("--max-kld", "0.1", "-o", "found", "--resume", code=2)
+    assert "--bpw (4.2 there, none here)" in said and "--max-kld (none there, 0.1 here)" in said
+    assert _files(unfinished) == before
+    monkeypatch.setattr(run, "measure", None)
+    monkeypatch.setattr(results.Search, "_make", _stop)
+    said = auto("--bpw", "5", "-o", "found", "--overwrite", "--sensitivities", name, code=130)
+    assert "the table of sensitivities and the finished outputs are kept in found.auto" in said
+    assert _files(unfinished)["sensitivities.json"] == before["sensitivities.json"]
+    assert json.loads((unfinished / "fingerprint.json").read_text())["options"]["bpw"] == 5

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -68,8 +69,11 @@ class Auto:
 
     @cached_property
     def staging(self) -> Staging:
-        """The unfinished search's folder."""
-        return Staging(self.output, self.space.method.name == "gguf", ending="auto")
+        """The unfinished search's folder. Hints say how a new search reads its sensitivities."""
+        staging = Staging(self.output, self.space.method.name == "gguf", ending="auto")
+        table = staging.folder / SENSITIVITIES
+        staging.anew += f" --sensitivities {shlex.quote(str(table))}" if table.exists() else ""
+        return staging
 
     @property
     def folder(self) -> Path:

@@ -31,7 +31,8 @@ def run(auto: Auto, progress: Progress) -> dict[str, Any]:
         progress.warn(note)
     progress.step(1, cost.most_steps(auto))
     with disk_errors(auto.folder, AGAIN), staging.opened(auto.fingerprint, auto.request.resume):
-        saved = _saved(auto, auto.table) or saved
+        if saved := _saved(auto, auto.table) or saved:
+            saved.save(auto.table)  # --overwrite has removed the folder's own table
         table = _sensitivities(auto, saved, progress)
         losses = table.losses(auto.units)
         search, rooms = Search(auto, losses, progress), []

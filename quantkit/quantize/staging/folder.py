@@ -47,6 +47,7 @@ class Staging(StagedBlocks):
     def __init__(self, output: Path, one_file: bool = False, follows: bool = False, ending: str = "partial"):
         super().__init__(output.parent / f"{output.name}.{ending}")
         self.output, self.one_file, self.follows = output, one_file, follows
+        self.anew = "start again with --overwrite"  # for hints
         self._own: StagedBlocks = self
         self._lock = None
         self._replaces = False
@@ -85,7 +86,7 @@ class Staging(StagedBlocks):
         may_replace.check(self.output, self.one_file, overwrite)
         may_replace.check_staged(self.folder, lambda: self._fingerprint() is not None)
         what = f"{self.folder} holds an unfinished job"
-        hint = "continue it with --resume, or start again with --overwrite"
+        hint = f"continue it with --resume, or {self.anew}"
         require(resume or overwrite or not self.folder.exists(), what, hint, USAGE)
 
     @contextmanager
@@ -105,7 +106,7 @@ class Staging(StagedBlocks):
         stored = self.stored_fingerprint() if resume else None
         different = differences(stored, fingerprint) if stored else []
         what = f"{self.folder} holds another job; different: {name_all(different)}"
-        hint = "repeat the options of the first run, or start again with --overwrite"
+        hint = f"repeat the options of the first run, or {self.anew}"
         require(not different, what, hint, USAGE)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._acquire()
