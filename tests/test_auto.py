@@ -456,3 +456,40 @@ def test_a_search_resumes_with_its_own_options_alone(auto, unfinished, monkeypat
     assert "the table of sensitivities and the finished outputs are kept in found.auto" in said
     assert _files(unfinished)["sensitivities.json"] == before["sensitivities.json"]
     assert json.loads((unfinished / "fingerprint.json").read_text())["options"]["bpw"] == 5
+
+
+@pytest.fixture
+def made(quick, monkeypatch):
+    """Outputs are one file, and nothing is measured."""
+
+    def make(search, auto, preset, folder, predicted=None):
+        path = search._auto.folder / folder / auto.output.name
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text("new")
+        sizes = {"chosen_bytes": 1, "disk_bytes": 1}
+        return results.Made(preset, path, "new recipe\n", sizes | {"predicted_kld": predicted, "kld": 1.0})
+
+    monkeypatch.setattr(results.Search, "_make", make)
+
+
+@pytest.mark.parametrize("mode", [["--resume"], ["--overwrite"], ["--overwrite", "--resume"]])
+def test_a_stop_while_it_publishes_loses_no_output(auto, made, tmp_path, monkeypatch, mode):
+    """The old output is out of the way, the new one not in its place yet."""
+    (tmp_path / "found").mkdir()
+    (tmp_path / "found" / "config.json").write_text("old")
+    rename, left = os.rename, iter([1])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", lambda *paths: rename(*paths) if next(left, 0) else _stop())
+        auto("--bpw", "4.2", "-o", "found", "--overwrite", code=130)
+    assert _files(tmp_path / "found.auto" / "replaced") == {"found/config.json": b"old"}
+    if mode == ["--resume"]:
+        assert "error: found exists\n" in auto("--bpw", "4.2", "-o", "found", *mode, code=2)
+        assert _files(tmp_path / "found") == {"config.json": b"old"}
+        assert (tmp_path / "found.auto" / "sensitivities.json").exists()
+        return
+    with monkeypatch.context() as patch:
+        patch.setattr(results.Search, "_make", _stop)
+        auto("--bpw", "4.2", "-o", "found", *mode, code=130)
+    assert _files(tmp_path / "found") == {"config.json": b"old"}
+    auto("--bpw", "4.2", "-o", "found", *mode)
+    assert _files(tmp_path / "found") == {"config.json": b"new"} and not (tmp_path / "found.auto").exists()

@@ -32,6 +32,7 @@ from quantkit.quantize.staging.fingerprint import differences
 REST = "rest.safetensors"
 GRADIENTS = "curvature"  # folder of calibrate/curvature.py
 SENSITIVITIES = "sensitivities.json"  # the table of `quantkit auto`
+REPLACED = "replaced"  # folder of an earlier output until the new one is in place
 MOST = {"batch_size": 1 << 20, "threads": MOST_THREADS}
 
 
@@ -111,6 +112,8 @@ class Staging(StagedBlocks):
         self.folder.mkdir(parents=True, exist_ok=True)
         self._acquire()
         try:
+            if self._restore():  # the check before this one saw no output
+                may_replace.check(self.output, self.one_file, self._replaces)
             if not stored:
                 _clear(self.folder)  # files of another job
             self.sign(fingerprint)
@@ -140,6 +143,15 @@ class Staging(StagedBlocks):
         except BlockingIOError as error:
             what = f"{self.folder} is in use by another process"
             raise QuantkitError(what, "wait until it is done") from error
+
+    def _restore(self) -> bool:
+        """Move a replaced output back if its job ended before the new one was in place; return whether."""
+        moved = sorted((self.folder / REPLACED).glob("*"), reverse=True)  # the first shard last, as in `_put`
+        if os.path.lexists(gguf_shards.first(self.output)):
+            return False
+        for path in moved:
+            os.replace(path, self.output.with_name(path.name))
+        return bool(moved)
 
     def done(self, count: int, warn: Callable[[str], None]) -> list[bool]:
         """Return which of `count` blocks are staged. Warns of damaged blocks and removes them."""
@@ -206,6 +218,7 @@ class Staging(StagedBlocks):
     def discard(self) -> None:
         """Remove the staging folder, if it exists."""
         if self.folder.exists() and not self.follows:
+            self._restore()
             _clear(self.folder)
             shutil.rmtree(self.folder)
 
@@ -248,7 +261,7 @@ class Staging(StagedBlocks):
             raise QuantkitError(f"{existing[0]} appeared while the job ran", hint)
         may_replace.check(self.output, self.one_file, self._replaces)
         self._made = may_replace.identity(gguf_shards.first(made))
-        _put(made, self.output, self.folder / "replaced")
+        _put(made, self.output, self.folder / REPLACED)
         sync(self.output.parent)
         self.discard()
 
