@@ -19,7 +19,8 @@ from quantkit.auto.sensitivities import Sensitivities
 from quantkit.auto.units import nbytes
 from quantkit.capacity import devices
 from quantkit.models.files.open import open_checkpoint
-from quantkit.quantize.prepare import plan
+from quantkit.quantize.prepare import plan, recipe
+from quantkit.quantize.staging.folder import Staging
 
 pytestmark = pytest.mark.usefixtures("few_tokens")
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -47,7 +48,15 @@ def auto(quantkit, source, tmp_path):
 
 def test_a_recipe_repeats_the_bytes_and_a_table_saves_the_search(auto, quantkit, tmp_path, monkeypatch):
     asked = ["-o", "found", "--recipe-out", "best.yaml", "--sensitivities", "table.json"]
+    signed, discard = [], Staging.discard
+
+    def read(staging):
+        signed.append((staging.folder / "fingerprint.json").read_text())
+        discard(staging)
+
+    monkeypatch.setattr(Staging, "discard", read)
     found = auto("--bpw", "4.2", *asked)
+    monkeypatch.setattr(Staging, "discard", discard)
     assert found["searched"]["bits_per_weight"] <= 4.2 and found["kept"] in ("searched", "uniform")
     assert found["searched"]["kld"] > 0 and found["searched"]["predicted_kld"] > 0
     assert found["uniform"]["bits_per_weight"] <= 4.2
@@ -56,12 +65,30 @@ def test_a_recipe_repeats_the_bytes_and_a_table_saves_the_search(auto, quantkit,
     done = quantkit("run", "best.yaml", "-o", "again/found", "-q")
     assert done.code == 0, done.err
     assert jobs.contents(tmp_path / "again" / "found") == jobs.contents(tmp_path / "found")
+    _check_finished(auto, tmp_path, asked, signed[-1])
     monkeypatch.setattr(run, "measure", None)  # the table says it all
     more = auto("--bpw", "6", "-o", "larger", "--sensitivities", "table.json")
     assert more["searched"]["predicted_kld"] < found["searched"]["predicted_kld"]
     assert more["sensitivities_read"] and not found["sensitivities_read"]
     refused = auto("--bpw", "4", "-o", "x", "--sensitivities", "table.json", "--exclude", "k_proj", code=2)
     assert "table.json holds sensitivities of another search; different:" in refused
+
+
+def _check_finished(auto, folder: Path, asked: list[str], signed: str) -> None:
+    """--resume does nothing more, also after a kill that left the search's folder. Others are refused."""
+    before, typed = _files(folder), ["--bpw", "4.2", *asked, "--resume"]
+    assert auto(*typed) == {"schema": "quantkit.auto/1", "output": "found", "finished": True}
+    assert auto(*typed, "--search-streams", "3")["finished"] and auto(*typed, "--dry-run")["refused"] is None
+    for other in (["--bpw", "5", *asked], [*typed, "--limit", "9"], [*typed, "--exclude", "k_proj"]):
+        said = auto(*other, "--resume", code=2)
+        assert "found is the finished output of another job; different: options, model or texts" in said
+    assert _files(folder) == before
+    (folder / "found.auto" / "replaced").mkdir(parents=True)
+    (folder / "found.auto" / "fingerprint.json").write_text(signed)
+    assert auto(*typed)["finished"] and _files(folder) == before
+    best = recipe.load("best.yaml")
+    for changed in ([], ["samples=4"]):
+        assert recipe.merge(best, changed, {"output": "x"}).searched == ("" if changed else best.searched)
 
 
 @pytest.mark.nightly
@@ -463,7 +490,7 @@ def made(quick, monkeypatch):
     """Outputs are one file, and nothing is measured."""
 
     def make(search, auto, preset, folder, predicted=None):
-        path = search._auto.folder / folder / auto.output.name
+        path = search._auto.staging.folder / folder / auto.output.name
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.json").write_text("new")
         sizes = {"chosen_bytes": 1, "disk_bytes": 1}

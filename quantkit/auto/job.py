@@ -22,14 +22,15 @@ from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.auto.units import Preset, Unit, nbytes, usual
 from quantkit.capacity import source
 from quantkit.capacity.question import Question
-from quantkit.errors import UNSUPPORTED, USAGE, refusal, require
+from quantkit.errors import UNSUPPORTED, USAGE, require
 from quantkit.evaluation import windows as windows_of
 from quantkit.evaluation.windows import Windows
+from quantkit.models.files import gguf_shards, headers
 from quantkit.models.machine.device import free_memory
 from quantkit.options import MOST, size_bytes
 from quantkit.quantize import job
 from quantkit.quantize.job import Job
-from quantkit.quantize.prepare import linears, recipe
+from quantkit.quantize.prepare import finished, linears, recipe
 from quantkit.quantize.prepare.request import Request
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
@@ -43,8 +44,6 @@ MEASURED_IN = "float32"  # rounding hidden states to 16 bit adds divergence, whi
 KEPT_IN = torch.bfloat16  # type of the usual weights; much finer than the candidates' rounding
 # Manifest and model card, whose recipe names many linears, in all and per linear: SmolLM2's 210 take 207 kB.
 MANIFEST_BYTES, LINEAR_BYTES = 6144, 1152
-# Options that change no result. The fingerprint has the hash of the text that --text names.
-NOT_DECISIVE = {"recipe_out", "search_streams", "sensitivities", "text"}
 STREAMS_SHARE = 0.25  # share of the free memory for streams
 
 
@@ -76,22 +75,32 @@ class Auto:
         return staging
 
     @property
-    def folder(self) -> Path:
-        """Return the folder of the unfinished search."""
-        return self.staging.folder
-
-    @property
     def table(self) -> Path:
         """Return the path of the unfinished search's sensitivities."""
-        return self.folder / SENSITIVITIES
+        return self.staging.folder / SENSITIVITIES
 
-    @property
-    def refused(self) -> dict | None:
-        """The JSON object of the error that prevents writing the output, or None."""
-        return refusal(self.check_output)
+    @cached_property
+    def searched(self) -> str:
+        """Return the hash that the manifest of the result keeps, so that --resume knows the search."""
+        decisive = {key: value for key, value in self.fingerprint.items() if key != "quantkit"}
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def is_finished(self) -> bool:
+        """Whether --resume finds the output finished. Raises QuantkitError if another job made the output.
+        With --overwrite, the search begins again."""
+        path = gguf_shards.first(self.output)
+        if not self.request.resume or self.request.overwrite or not path.exists():
+            return False
+        manifest = headers.at(str(path), path).manifest or {}
+        same = manifest.get("searched") == self.searched
+        finished.refuse_other(path, [] if same else ["options, model or texts of the search"])
+        return True
 
     def check_output(self) -> None:
         """Raise QuantkitError unless the result, the recipe and the table may be written."""
+        if self.is_finished:
+            return
         self.staging.check(self.request.resume, self.request.overwrite)
         options, hint = self.request.options, "choose another path"
         for path in filter(None, (options.recipe_out, options.sensitivities)):
@@ -111,7 +120,7 @@ class Auto:
     def fixed_bytes(self) -> int:
         """Return the bytes of the output except the units' tensors, manifest and model card."""
         preset = self.presets[0]
-        request = self.job_of(self.recipe(preset.values, ""), self.output)
+        request = self.job_of(self.recipe(preset.values), self.output)
         planned = job.prepare(request, Progress(), dry_run=True)
         source = self.job.checkpoint
         companions = source.disk_bytes - sum(info.nbytes for info in source.infos.values())
@@ -124,9 +133,9 @@ class Auto:
         manifest = MANIFEST_BYTES + LINEAR_BYTES * len(self.job.specs)
         return self.fixed_bytes + (0 if self.space.method.name == "gguf" else manifest)
 
-    def recipe(self, values: Mapping[str, Any], description: str) -> str:
-        """Return the recipe as YAML. values: of a choice, by dotted keys. The recipe also names the solver
-        and excludes held-out calibration sequences."""
+    def recipe(self, values: Mapping[str, Any], description: str = "", searched: str = "") -> str:
+        """Return the recipe as YAML. values: of a choice, by dotted keys. searched: see there. The recipe
+        also names the solver and excludes held-out calibration sequences."""
         import yaml
 
         options, typed = self.request.options, dict(self.request.typed)
@@ -143,6 +152,7 @@ class Auto:
         for key, value in {**typed, **changed, **values}.items():
             section, _, name = key.partition(".")
             content.setdefault(section, {})[name] = list(value) if isinstance(value, tuple) else value
+        content["searched"] = searched
         head = "# Made by quantkit auto; repeat it with: quantkit run FILE\n"
         return head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000)
 
@@ -233,8 +243,8 @@ class Auto:
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
         """Return all that the result depends on. Only a search with an equal fingerprint resumes."""
-        options = asdict(self.request.options).items()
-        asked = {name: value for name, value in options if name not in NOT_DECISIVE}
+        same = ("recipe_out", "search_streams", "sensitivities", "text")  # the text is in `measured_on`
+        asked = {name: value for name, value in asdict(self.request.options).items() if name not in same}
         more = {"max_shard_gb": self.job.request.run.max_shard_gb, "measured_on": vars(self.windows.protocol)}
         return self.identity | more | {"options": self.identity["options"] | asked, "execution": {}}
 

@@ -1,14 +1,13 @@
 """`quantkit auto` after its checks: search, make, measure, keep the better result."""
 
 import time
-from pathlib import Path
 from typing import Any
 
 from quantkit.auto import cost, sensitivities
 from quantkit.auto.job import Auto
 from quantkit.auto.options import BUDGETS
 from quantkit.auto.results import GGUF, SEARCHED, UNIFORM, Search
-from quantkit.auto.sensitivities import Sensitivities, measure
+from quantkit.auto.sensitivities import Sensitivities, load, measure
 from quantkit.auto.units import bits_per_weight, nbytes
 from quantkit.errors import count
 from quantkit.models.files import gguf_shards
@@ -23,15 +22,20 @@ AGAIN = "run the same command with --resume"
 def run(auto: Auto, progress: Progress) -> dict[str, Any]:
     """Run the search and return its JSON. After an error, sensitivities stay in the search's folder."""
     began = time.monotonic()
-    check_disk(auto.folder.absolute(), auto.needs()["disk_bytes"])
     staging = auto.staging  # also after `with_cache`, which returns another Auto
+    if auto.is_finished:
+        if staging.stored_fingerprint() == auto.fingerprint:  # the process was killed after it published
+            with staging.opened(auto.fingerprint, resume=True):
+                staging.discard()
+        return {"schema": SCHEMA, "output": str(gguf_shards.first(auto.output)), "finished": True}
+    check_disk(auto.staging.folder.absolute(), auto.needs()["disk_bytes"])
     progress.phase("hashing the source")
-    saved = _saved(auto, auto.request.options.sensitivities)
+    given = load(auto.request.options.sensitivities, auto.identity, auto.units)
     if note := cost.note(auto):
         progress.warn(note)
     progress.step(1, cost.most_steps(auto))
-    with disk_errors(auto.folder, AGAIN), staging.opened(auto.fingerprint, auto.request.resume):
-        if saved := _saved(auto, auto.table) or saved:
+    with disk_errors(auto.staging.folder, AGAIN), staging.opened(auto.fingerprint, auto.request.resume):
+        if saved := load(auto.table, auto.identity, auto.units) or given:
             saved.save(auto.table)  # --overwrite has removed the folder's own table
         table = _sensitivities(auto, saved, progress)
         losses = table.losses(auto.units)
@@ -107,11 +111,6 @@ def kept(auto: Auto) -> str:
     if left:
         return f"sensitivities of {len(auto.units) - left} of {count(len(auto.units), 'unit')} are"
     return "the table of sensitivities and the finished outputs are"
-
-
-def _saved(auto: Auto, path: Path | None) -> Sensitivities | None:
-    """Return the table at `path`, or None. Raises QuantkitError if it belongs to another search."""
-    return sensitivities.load(path, auto.identity, auto.units) if path and path.exists() else None
 
 
 def _sensitivities(auto: Auto, saved: Sensitivities | None, progress: Progress) -> Sensitivities:

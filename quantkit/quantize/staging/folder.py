@@ -32,7 +32,6 @@ from quantkit.quantize.staging.fingerprint import differences
 REST = "rest.safetensors"
 GRADIENTS = "curvature"  # folder of calibrate/curvature.py
 SENSITIVITIES = "sensitivities.json"  # the table of `quantkit auto`
-REPLACED = "replaced"  # folder of an earlier output until the new one is in place
 MOST = {"batch_size": 1 << 20, "threads": MOST_THREADS}
 
 
@@ -146,10 +145,9 @@ class Staging(StagedBlocks):
 
     def _restore(self) -> bool:
         """Move a replaced output back if its job ended before the new one was in place; return whether."""
-        moved = sorted((self.folder / REPLACED).glob("*"), reverse=True)  # the first shard last, as in `_put`
-        if os.path.lexists(gguf_shards.first(self.output)):
-            return False
-        for path in moved:
+        placed = os.path.lexists(gguf_shards.first(self.output))
+        moved = [] if placed else sorted((self.folder / "replaced").glob("*"), reverse=True)
+        for path in moved:  # the first shard last, as in `_put`
             os.replace(path, self.output.with_name(path.name))
         return bool(moved)
 
@@ -261,7 +259,7 @@ class Staging(StagedBlocks):
             raise QuantkitError(f"{existing[0]} appeared while the job ran", hint)
         may_replace.check(self.output, self.one_file, self._replaces)
         self._made = may_replace.identity(gguf_shards.first(made))
-        _put(made, self.output, self.folder / REPLACED)
+        _put(made, self.output, self.folder / "replaced")
         sync(self.output.parent)
         self.discard()
 
