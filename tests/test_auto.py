@@ -1,5 +1,6 @@
 """`quantkit auto`: a budget is kept, the better is kept, recipes repeat the bytes, tables are used again."""
 
+import errno
 import fcntl
 import json
 import os
@@ -520,3 +521,52 @@ def test_a_stop_while_it_publishes_loses_no_output(auto, made, tmp_path, monkeyp
     assert _files(tmp_path / "found") == {"config.json": b"old"}
     auto("--bpw", "4.2", "-o", "found", *mode)
     assert _files(tmp_path / "found") == {"config.json": b"new"} and not (tmp_path / "found.auto").exists()
+
+
+def test_a_recipe_replaces_no_other_file(auto, made, tmp_path, monkeypatch):
+    """Before the search, without --overwrite; what a stopped search wrote is its own."""
+    asked, best = ["--bpw", "4.2", "-o", "found", "--recipe-out", "best.yaml"], tmp_path / "best.yaml"
+    best.write_text("mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "measure", None)  # nothing begins
+        for mode in ([], ["--resume"]):
+            said = auto(*asked, *mode, code=2)
+            assert (
+                "error: best.yaml exists\nhint: choose another --recipe-out, or replace it with --overwrite"
+                in said
+            )
+        assert auto(*asked, "--dry-run")["refused"]["message"] == "best.yaml exists"
+    assert best.read_text() == "mine" and not (tmp_path / "found.auto").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "publish", _stop)
+        auto(*asked, "--overwrite", code=130)
+    assert best.read_text() == "new recipe\n"
+    best.write_text("edited")
+    assert "best.yaml exists" in auto(*asked, "--resume", code=2)
+    best.write_text("new recipe\n")
+    auto(*asked, "--resume")
+    assert best.read_text() == "new recipe\n" and (tmp_path / "found").is_dir()
+    assert not (tmp_path / "found.auto").exists()
+
+
+@pytest.mark.parametrize("mode", [[], ["--overwrite"]])
+def test_a_recipe_on_a_full_disk(auto, made, tmp_path, monkeypatch, mode):
+    """The error names the recipe; the file is the old one or the new one, and the search goes on."""
+    asked, best = ["--bpw", "4.2", "-o", "found", "--recipe-out", "best.yaml", *mode], tmp_path / "best.yaml"
+    if mode:
+        best.write_text("mine")
+    replace = os.replace
+
+    def full(old, new):
+        if Path(new).name == "best.yaml":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(old))
+        replace(old, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        said = auto(*asked, code=5)
+    assert "error: the disk of best.yaml is full\n" in said and "run the same command with --resume" in said
+    assert best.read_text() == "mine" if mode else not best.exists()
+    assert sorted(path.name for path in tmp_path.glob("*best*")) == ["best.yaml"] * len(mode)
+    auto(*asked, "--resume")
+    assert best.read_text() == "new recipe\n" and (tmp_path / "found").is_dir()

@@ -1,9 +1,11 @@
 """Prepares a search: checks model, engine and texts before weights are loaded."""
 
+import filecmp
 import hashlib
 import itertools
 import json
 import math
+import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -44,6 +46,7 @@ MEASURED_IN = "float32"  # rounding hidden states to 16 bit adds divergence, whi
 KEPT_IN = torch.bfloat16  # type of the usual weights; much finer than the candidates' rounding
 # Manifest and model card, whose recipe names many linears, in all and per linear: SmolLM2's 210 take 207 kB.
 MANIFEST_BYTES, LINEAR_BYTES = 6144, 1152
+RECIPE = "recipe.yaml"  # copy of --recipe-out, so that --resume knows the file
 STREAMS_SHARE = 0.25  # share of the free memory for streams
 
 
@@ -87,8 +90,7 @@ class Auto:
 
     @cached_property
     def is_finished(self) -> bool:
-        """Whether --resume finds the output finished. Raises QuantkitError if another job made the output.
-        With --overwrite, the search begins again."""
+        """Whether --resume finds the output finished. Raises QuantkitError if another job made the output."""
         path = gguf_shards.first(self.output)
         if not self.request.resume or self.request.overwrite or not path.exists():
             return False
@@ -107,9 +109,17 @@ class Auto:
             what = f"{path} cannot be written: it is no file in an existing folder"
             require(path.absolute().parent.is_dir() and not path.is_dir(), what, hint, USAGE)
         if recipe := options.recipe_out:
-            source = self.job.checkpoint.folder.resolve()
-            apart = source not in (recipe.resolve(), *recipe.resolve().parents)
-            require(apart, f"{recipe} is part of the source", hint, USAGE)
+            inside = recipe.resolve().is_relative_to(self.job.checkpoint.folder.resolve())
+            require(not inside, f"{recipe} is part of the source", hint, USAGE)
+        self.check_recipe()
+
+    def check_recipe(self) -> None:
+        """Raise QuantkitError if the recipe would replace a file that this search did not write."""
+        recipe, own = self.request.options.recipe_out, self.staging.folder / RECIPE
+        if recipe and os.path.lexists(recipe) and not self.request.overwrite:
+            same = own.is_file() and recipe.is_file() and filecmp.cmp(own, recipe, shallow=False)
+            hint = "choose another --recipe-out, or replace it with --overwrite"
+            require(same, f"{recipe} exists", hint, USAGE)
 
     @property
     def weights(self) -> int:

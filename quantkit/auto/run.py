@@ -4,13 +4,14 @@ import time
 from typing import Any
 
 from quantkit.auto import cost, sensitivities
-from quantkit.auto.job import Auto
+from quantkit.auto.job import RECIPE, Auto
 from quantkit.auto.options import BUDGETS
 from quantkit.auto.results import GGUF, SEARCHED, UNIFORM, Search
 from quantkit.auto.sensitivities import Sensitivities, load, measure
 from quantkit.auto.units import bits_per_weight, nbytes
 from quantkit.errors import count
 from quantkit.models.files import gguf_shards
+from quantkit.models.files.atomic import replacing
 from quantkit.quantize.prepare.plan import check_disk
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.folder import disk_errors
@@ -52,8 +53,10 @@ def run(auto: Auto, progress: Progress) -> dict[str, Any]:
         searched = tried[-1]
         kept = searched if uniform is None or searched.kld < uniform.kld else uniform
         gguf = search.gguf(kept) if auto.request.options.engine == "any" else None
-        if recipe := auto.request.options.recipe_out:
-            recipe.write_text(kept.written, encoding="utf-8")
+        auto.check_recipe()  # a file may have appeared
+        for path in filter(None, (staging.folder / RECIPE, auto.request.options.recipe_out)):
+            with disk_errors(path, AGAIN), replacing(path) as file:
+                file.write_text(kept.written, encoding="utf-8")
         staging.publish(kept.path)
     return plan_record(auto) | {
         "cache": auto.cache,
@@ -121,7 +124,8 @@ def _sensitivities(auto: Auto, saved: Sensitivities | None, progress: Progress) 
             for table in measure(auto, progress, saved):
                 table.save(auto.table)
         for path in filter(None, (auto.table, auto.request.options.sensitivities)):
-            table.save(path)
+            with disk_errors(path, AGAIN):
+                table.save(path)
         return table
     finally:
         if not auto.table.exists():  # nothing is kept, so the next run begins anew

@@ -38,7 +38,7 @@ STAGED = (  # by jobs, searches and safetensors (.tmp), in their staging folder
     *(".tmp*", ".*.tmp", "lock", "fingerprint.json*", "block-*", "part-*", "rest.*"),
     *("output*", "replaced"),
     *("curvature", "entering-*", "targets.*", "cut", "cutting", "cut.*", "self-text.*", "best.*"),
-    *("sensitivities.json", "usual", "searched", "uniform", "gguf"),
+    *("sensitivities.json", "usual", "searched", "uniform", "gguf", "recipe.yaml"),
 )
 MAGIC = b"GGUF"
 LONGEST_ENDING = ".partial.tmp"  # that is added to a name
