@@ -1,11 +1,9 @@
 """Prepares a search: checks model, engine and texts before weights are loaded."""
 
-import filecmp
 import hashlib
 import itertools
 import json
 import math
-import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -94,8 +92,7 @@ class Auto:
         path = gguf_shards.first(self.output)
         if not self.request.resume or self.request.overwrite or not path.exists():
             return False
-        manifest = headers.at(str(path), path).manifest or {}
-        same = manifest.get("searched") == self.searched
+        same = (headers.at(str(path), path).manifest or {}).get("searched") == self.searched
         finished.refuse_other(path, [] if same else ["options, model or texts of the search"])
         return True
 
@@ -116,8 +113,8 @@ class Auto:
     def check_recipe(self) -> None:
         """Raise QuantkitError if the recipe would replace a file that this search did not write."""
         recipe, own = self.request.options.recipe_out, self.staging.folder / RECIPE
-        if recipe and os.path.lexists(recipe) and not self.request.overwrite:
-            same = own.is_file() and recipe.is_file() and filecmp.cmp(own, recipe, shallow=False)
+        if recipe and recipe.exists() and not self.request.overwrite:
+            same = own.is_file() and recipe.is_file() and own.read_bytes() == recipe.read_bytes()
             hint = "choose another --recipe-out, or replace it with --overwrite"
             require(same, f"{recipe} exists", hint, USAGE)
 
@@ -291,8 +288,7 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
 
 def _windows(request: AutoRequest, prepared: Job) -> tuple[Windows, int]:
     """Return the windows to measure results on, and the number of held-out calibration sequences."""
-    checkpoint = prepared.checkpoint
-    options = request.options
+    checkpoint, options = prepared.checkpoint, request.options
     if options.text is not None:
         column = prepared.request.calibration.text_column
         return windows_of.load(checkpoint, options.text, options.ctx, limit=options.limit, column=column), 0

@@ -64,8 +64,7 @@ class Sensitivities:
 
 
 def load(path: Path | None, identity: dict[str, Any], units: Sequence[Unit]) -> Sensitivities | None:
-    """Read a saved table; return None if there is none. Raises QuantkitError if it is invalid or of another
-    model or other options."""
+    """Read a table, if it is saved. Raises QuantkitError if it is invalid or of another model or options."""
     if not (path and path.exists()):
         return None
     table = read(path)

@@ -158,8 +158,7 @@ def stopping() -> Iterator[list[int]]:
 def resumable(stages: Sequence[Staging], kept: Callable[[], str] | None = None) -> Iterator[None]:
     """Turn an interrupt into an error whose hint is the command that continues.
 
-    stages: staging of each output. kept: returns words for the content of their folders; None: finished
-    blocks.
+    stages: staging of each output. kept: returns words for the folders' content; None: finished blocks.
     """
     folders = [stage.folder for stage in stages]
     words = kept or (lambda: "finished blocks are")

@@ -1,8 +1,8 @@
 """The staging folder: finished blocks of a running job, and the output while it is assembled.
 
-`OUT.partial/` lies next to the output, so that publishing is a rename. If the job is killed, the folder holds
-only complete blocks (`blocks.py`) and files that will be made again. Blocks that were staged before the
-source was hashed are also made again, because they may belong to another source.
+`OUT.partial/`, of a search `OUT.auto/`, lies next to the output, so that publishing is a rename. If the job
+is killed, the folder holds only complete blocks (`blocks.py`) and files that will be made again. Blocks that
+were staged before the source was hashed are also made again, because they may belong to another source.
 """
 
 import errno
@@ -40,8 +40,7 @@ class Staging(StagedBlocks):
 
     one_file: the output is a GGUF file, not a folder. follows: another rank writes, and this rank reads its
     staged blocks from a shared folder. This rank keeps its own, equal, parts of a block in a temporary folder
-    until the block is done, because experts that return into memory are read from there. ending: of the
-    folder's name.
+    until the block is done, because experts that return into memory are read from there.
     """
 
     def __init__(self, output: Path, one_file: bool = False, follows: bool = False, ending: str = "partial"):
@@ -147,7 +146,7 @@ class Staging(StagedBlocks):
         """Move a replaced output back if its job ended before the new one was in place; return whether."""
         placed = os.path.lexists(gguf_shards.first(self.output))
         moved = [] if placed else sorted((self.folder / "replaced").glob("*"), reverse=True)
-        for path in moved:  # the first shard last, as in `_put`
+        for path in moved:  # the first shard last, as in `publish`
             os.replace(path, self.output.with_name(path.name))
         return bool(moved)
 
@@ -245,8 +244,7 @@ class Staging(StagedBlocks):
         self.sums = self._writer.submit(checksums.of_folder, self.assembled)
 
     def publish(self, made: Path | None = None) -> None:
-        """Sync the finished output, rename it to its final path, and remove the staging folder. made: its
-        path in the folder, if not `assembled`.
+        """Sync the output `made` (`assembled`), rename it to its final path, and remove the staging folder.
 
         Raises QuantkitError if another output appeared at the final path.
         """
@@ -259,21 +257,16 @@ class Staging(StagedBlocks):
             raise QuantkitError(f"{existing[0]} appeared while the job ran", hint)
         may_replace.check(self.output, self.one_file, self._replaces)
         self._made = may_replace.identity(gguf_shards.first(made))
-        _put(made, self.output, self.folder / "replaced")
+        replaced = self.folder / "replaced"
+        _remove(replaced)
+        replaced.mkdir()
+        for path in existing:
+            os.rename(path, replaced / path.name)
+        stem, final = (path.name.removesuffix(".gguf") for path in (made, self.output))
+        for path in reversed(gguf_shards.existing(made)):  # the first shard last: clients open it
+            os.rename(path, self.output.with_name(final + path.name.removeprefix(stem)))
         sync(self.output.parent)
         self.discard()
-
-
-def _put(made: Path, output: Path, replaced: Path) -> None:
-    """Rename a finished output, or its shards, to `output`, the first shard last: clients open it. What was
-    there goes into the folder `replaced`."""
-    _remove(replaced)
-    replaced.mkdir(parents=True)
-    for path in gguf_shards.existing(output):
-        os.rename(path, replaced / path.name)
-    stem, final = (path.name.removesuffix(".gguf") for path in (made, output))
-    for path in reversed(gguf_shards.existing(made)):
-        os.rename(path, output.with_name(final + path.name.removeprefix(stem)))
 
 
 def _runs(execution: Any) -> bool:
