@@ -1,5 +1,7 @@
 """`quantkit auto`: a budget is kept, the better is kept, recipes repeat the bytes, tables are used again."""
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -18,7 +20,8 @@ from quantkit.auto.sensitivities import Sensitivities
 from quantkit.auto.units import nbytes
 from quantkit.capacity import devices
 from quantkit.models.files.open import open_checkpoint
-from quantkit.quantize.prepare import plan
+from quantkit.quantize.prepare import plan, recipe
+from quantkit.quantize.staging.folder import Staging
 
 pytestmark = pytest.mark.usefixtures("few_tokens")
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -46,7 +49,15 @@ def auto(quantkit, source, tmp_path):
 
 def test_a_recipe_repeats_the_bytes_and_a_table_saves_the_search(auto, quantkit, tmp_path, monkeypatch):
     asked = ["-o", "found", "--recipe-out", "best.yaml", "--sensitivities", "table.json"]
+    signed, discard = [], Staging.discard
+
+    def read(staging):
+        signed.append((staging.folder / "fingerprint.json").read_text())
+        discard(staging)
+
+    monkeypatch.setattr(Staging, "discard", read)
     found = auto("--bpw", "4.2", *asked)
+    monkeypatch.setattr(Staging, "discard", discard)
     assert found["searched"]["bits_per_weight"] <= 4.2 and found["kept"] in ("searched", "uniform")
     assert found["searched"]["kld"] > 0 and found["searched"]["predicted_kld"] > 0
     assert found["uniform"]["bits_per_weight"] <= 4.2
@@ -55,12 +66,30 @@ def test_a_recipe_repeats_the_bytes_and_a_table_saves_the_search(auto, quantkit,
     done = quantkit("run", "best.yaml", "-o", "again/found", "-q")
     assert done.code == 0, done.err
     assert jobs.contents(tmp_path / "again" / "found") == jobs.contents(tmp_path / "found")
+    _check_finished(auto, tmp_path, asked, signed[-1])
     monkeypatch.setattr(run, "measure", None)  # the table says it all
     more = auto("--bpw", "6", "-o", "larger", "--sensitivities", "table.json")
     assert more["searched"]["predicted_kld"] < found["searched"]["predicted_kld"]
     assert more["sensitivities_read"] and not found["sensitivities_read"]
     refused = auto("--bpw", "4", "-o", "x", "--sensitivities", "table.json", "--exclude", "k_proj", code=2)
     assert "table.json holds sensitivities of another search; different:" in refused
+
+
+def _check_finished(auto, folder: Path, asked: list[str], signed: str) -> None:
+    """--resume does nothing more, also after a kill that left the search's folder. Others are refused."""
+    before, typed = _files(folder), ["--bpw", "4.2", *asked, "--resume"]
+    assert auto(*typed) == {"schema": "quantkit.auto/1", "output": "found", "finished": True}
+    assert auto(*typed, "--search-streams", "3")["finished"] and auto(*typed, "--dry-run")["refused"] is None
+    for other in (["--bpw", "5", *asked], [*typed, "--limit", "9"], [*typed, "--exclude", "k_proj"]):
+        said = auto(*other, "--resume", code=2)
+        assert "found is the finished output of another job; different: options, model or texts" in said
+    assert _files(folder) == before
+    (folder / "found.auto" / "replaced").mkdir(parents=True)
+    (folder / "found.auto" / "fingerprint.json").write_text(signed)
+    assert auto(*typed)["finished"] and _files(folder) == before
+    best = recipe.load("best.yaml")
+    for changed in ([], ["samples=4"]):
+        assert recipe.merge(best, changed, {"output": "x"}).searched == ("" if changed else best.searched)
 
 
 @pytest.mark.nightly
@@ -157,7 +186,7 @@ def test_an_interrupted_search_goes_on(auto, tmp_path, monkeypatch):
         patch.setattr(results.loop, "run", stop)
         auto("--bpw", "4.2", "-o", "found", code=130)
     assert (tmp_path / "found.auto" / "sensitivities.json").is_file()
-    assert "holds an unfinished search" in auto("--bpw", "4.2", "-o", "found", code=2)
+    assert "holds an unfinished job" in auto("--bpw", "4.2", "-o", "found", code=2)
     monkeypatch.setattr(run, "measure", None)
     found = auto("--bpw", "4.2", "-o", "found", "--resume")
     assert found["searched"]["bits_per_weight"] <= 4.2 and not (tmp_path / "found.auto").exists()
@@ -331,18 +360,20 @@ def test_an_interrupt_before_anything_is_kept_begins_again(auto, tmp_path, monke
     assert not (tmp_path / "found.auto").exists()
 
 
+def _table(prepared) -> Sensitivities:
+    """A whole table, as `measure` would have found it."""
+    rows = {}
+    for unit in prepared.units:
+        errors = {candidate.name: 1 / candidate.nbytes for candidate in unit.candidates}
+        divergence = {"mean": 0.1, "stderr": 0.0}
+        rows[unit.name] = {"errors": {"nearest": errors, "solved": errors}, "divergence": divergence}
+    return Sensitivities(prepared.identity, 64, 1.0, None, rows)
+
+
 @pytest.fixture
 def table(auto, tmp_path, monkeypatch) -> dict:
-    """A whole table, as `measure` would have found it."""
-
     def measured(prepared, progress, known):
-        rows = {}
-        for unit in prepared.units:
-            errors = {candidate.name: 1 / candidate.nbytes for candidate in unit.candidates}
-            divergence = {"mean": 0.1, "stderr": 0.0}
-            rows[unit.name] = {"errors": {"nearest": errors, "solved": errors}, "divergence": divergence}
-        found = Sensitivities(prepared.identity, 64, 1.0, None, rows)
-        found.save(tmp_path / "u.json")
+        _table(prepared).save(tmp_path / "u.json")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -399,3 +430,143 @@ def test_a_table_is_written_through_no_name_that_can_be_guessed(tmp_path):
     Sensitivities({}, 64, 1.0, None, {}).save(tmp_path / "u.json")
     assert (tmp_path / "mine").read_text() == "mine"
     assert json.loads((tmp_path / "u.json").read_text())["tokens"] == 64
+
+
+# ---- the folder of a search
+
+
+def _stop(*arguments):
+    raise KeyboardInterrupt
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Units are not measured."""
+    monkeypatch.setattr(run, "measure", lambda prepared, *_: iter([_table(prepared)]))
+
+
+@pytest.fixture
+def unfinished(auto, quick, tmp_path, monkeypatch) -> Path:
+    """The folder of a search that was interrupted when it had measured."""
+    with monkeypatch.context() as patch:
+        patch.setattr(results.Search, "_make", _stop)
+        auto("--bpw", "4.2", "-o", "found", code=130)
+    return tmp_path / "found.auto"
+
+
+def test_a_search_in_use_is_left_alone(auto, unfinished):
+    before = _files(unfinished)
+    with open(unfinished / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for mode in ("--resume", "--overwrite"):
+            said = auto("--bpw", "4.2", "-o", "found", mode, code=1)
+            assert "error: found.auto is in use by another process\nhint: wait until it is done" in said
+        assert auto("--bpw", "4.2", "-o", "found", "--resume", "--dry-run")["refused"] is None
+    assert _files(unfinished) == before and "sensitivities.json" in before
+
+
+def test_a_search_resumes_with_its_own_options_alone(auto, unfinished, monkeypatch):
+    """The hint keeps what was measured."""
+    before, name = _files(unfinished), "found.auto/sensitivities.json"
+    said = auto("--bpw", "5", "-o", "found", "--resume", code=2)
+    assert "error: found.auto holds another job; different: --bpw (4.2 there, 5.0 here)\n" in said
+    assert f"or start again with --overwrite --sensitivities {name}" in said
+    said = auto("--max-kld", "0.1", "-o", "found", "--resume", code=2)
+    assert "--bpw (4.2 there, none here)" in said and "--max-kld (none there, 0.1 here)" in said
+    assert _files(unfinished) == before
+    monkeypatch.setattr(run, "measure", None)
+    monkeypatch.setattr(results.Search, "_make", _stop)
+    said = auto("--bpw", "5", "-o", "found", "--overwrite", "--sensitivities", name, code=130)
+    assert "the table of sensitivities and the finished outputs are kept in found.auto" in said
+    assert _files(unfinished)["sensitivities.json"] == before["sensitivities.json"]
+    assert json.loads((unfinished / "fingerprint.json").read_text())["options"]["bpw"] == 5
+
+
+@pytest.fixture
+def made(quick, monkeypatch):
+    """Outputs are one file, and nothing is measured."""
+
+    def make(search, auto, preset, folder, predicted=None):
+        path = search._auto.staging.folder / folder / auto.output.name
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text("new")
+        sizes = {"chosen_bytes": 1, "disk_bytes": 1}
+        return results.Made(preset, path, "new recipe\n", sizes | {"predicted_kld": predicted, "kld": 1.0})
+
+    monkeypatch.setattr(results.Search, "_make", make)
+
+
+@pytest.mark.parametrize("mode", [["--resume"], ["--overwrite"], ["--overwrite", "--resume"]])
+def test_a_stop_while_it_publishes_loses_no_output(auto, made, tmp_path, monkeypatch, mode):
+    """The old output is out of the way, the new one not in its place yet."""
+    (tmp_path / "found").mkdir()
+    (tmp_path / "found" / "config.json").write_text("old")
+    rename, left = os.rename, iter([1])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", lambda *paths: rename(*paths) if next(left, 0) else _stop())
+        auto("--bpw", "4.2", "-o", "found", "--overwrite", code=130)
+    assert _files(tmp_path / "found.auto" / "replaced") == {"found/config.json": b"old"}
+    if mode == ["--resume"]:
+        assert "error: found exists\n" in auto("--bpw", "4.2", "-o", "found", *mode, code=2)
+        assert _files(tmp_path / "found") == {"config.json": b"old"}
+        assert (tmp_path / "found.auto" / "sensitivities.json").exists()
+        return
+    with monkeypatch.context() as patch:
+        patch.setattr(results.Search, "_make", _stop)
+        auto("--bpw", "4.2", "-o", "found", *mode, code=130)
+    assert _files(tmp_path / "found") == {"config.json": b"old"}
+    auto("--bpw", "4.2", "-o", "found", *mode)
+    assert _files(tmp_path / "found") == {"config.json": b"new"} and not (tmp_path / "found.auto").exists()
+
+
+def test_a_recipe_replaces_no_other_file(auto, made, tmp_path, monkeypatch):
+    """Before the search, without --overwrite; what a stopped search wrote is its own."""
+    asked, best = ["--bpw", "4.2", "-o", "found", "--recipe-out", "best.yaml"], tmp_path / "best.yaml"
+    best.write_text("mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "measure", None)  # nothing begins
+        for mode in ([], ["--resume"]):
+            said = auto(*asked, *mode, code=2)
+            assert (
+                "error: best.yaml exists\nhint: choose another --recipe-out, or replace it with --overwrite"
+                in said
+            )
+        assert auto(*asked, "--dry-run")["refused"]["message"] == "best.yaml exists"
+    assert best.read_text() == "mine" and not (tmp_path / "found.auto").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "publish", _stop)
+        auto(*asked, "--overwrite", code=130)
+    assert best.read_text() == "new recipe\n"
+    best.write_text("edited")
+    assert "best.yaml exists" in auto(*asked, "--resume", code=2)
+    best.write_text("new recipe\n")
+    auto(*asked, "--resume")
+    assert best.read_text() == "new recipe\n" and (tmp_path / "found").is_dir()
+    assert not (tmp_path / "found.auto").exists()
+
+
+@pytest.mark.parametrize("mode", [[], ["--overwrite"]])
+def test_a_recipe_on_a_full_disk(auto, made, tmp_path, monkeypatch, mode):
+    """The error names the recipe; the file is the old one or the new one, and the search goes on."""
+    asked, best = ["--bpw", "4.2", "-o", "found", "--recipe-out", "best.yaml", *mode], tmp_path / "best.yaml"
+    if mode:
+        best.write_text("mine")
+    replace = os.replace
+
+    def full(old, new):
+        if Path(new).name == "best.yaml":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(old))
+        replace(old, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        said = auto(*asked, code=5)
+    assert "error: the disk of best.yaml is full\n" in said and "run the same command with --resume" in said
+    assert best.read_text() == "mine" if mode else not best.exists()
+    assert sorted(path.name for path in tmp_path.glob("*best*")) == ["best.yaml"] * len(mode)
+    auto(*asked, "--resume")
+    assert best.read_text() == "new recipe\n" and (tmp_path / "found").is_dir()

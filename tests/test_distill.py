@@ -429,10 +429,16 @@ def test_the_command_says_what_it_did(workplace, quantkit, tmp_path, capsys):
     again = json.loads(quantkit(*asked, "--dry-run", "--json", "-q").out)
     assert again["refused"]["message"] == "student-distilled exists"
     assert "is already finished" in quantkit(*asked, "--resume").out
-    assert quantkit(*asked, "--seed", 1, "--resume").code == 2, "of another text it is not"
+    other = "student-distilled is the finished output of another job; different: "
+    for changed, words in {
+        ("--seed", 1): "--seed (0 there, 1 here)",
+        ("--epochs", 2): "--epochs (1 there, 2 here)\n",
+    }.items():
+        done = quantkit(*asked, *changed, "--resume")
+        assert done.code == 2 and f"error: {other}" in done.err and words in done.err
     shutil.copytree(workplace / "student", tmp_path / "other")
-    other = ["distill", workplace / "teacher", "other", *small, "-o", "student-distilled", "--resume"]
-    assert quantkit(*other).code == 2, "the output of another student is not finished"
+    done = quantkit("distill", workplace / "teacher", "other", *small, "-o", "student-distilled", "--resume")
+    assert done.code == 2 and f"error: {other}student name (student there, other here)\n" in done.err
     told = quantkit("inspect", "student-distilled").out.replace("\n", " ")
     assert f"distilled (held-out KL divergence {record['before']:.5f} → {record['after']:.5f})" in told
     capsys.readouterr()

@@ -206,7 +206,7 @@ def test_unknown_keys_are_answered_with_the_nearest(load, text, unknown, near):
     said, _, valid = hint.rpartition("valid keys: ")
     assert said == (f"did you mean {near}? " if near else "")
     concerned = {key.split(".")[0] for key in unknown.split(", ")}
-    everything = ["method", "description", "model", "output", *OPTIONS]
+    everything = ["method", "description", "searched", "model", "output", *OPTIONS]
     own = [key for key in everything if key.split(".")[0] in concerned]
     assert valid.split(", ") == (own if "." in unknown else everything)
 

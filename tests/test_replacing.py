@@ -1,12 +1,15 @@
 """What a job may replace, and what it never touches: devices, pipes, links, mount points, files of others."""
 
+import json
 import os
 import socket
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
 from quantkit.errors import USAGE, QuantkitError
+from quantkit.models.files import gguf_shards
 from quantkit.models.files.gguf_file import read_header
 from quantkit.models.files.gguf_writer import Entry, writing
 from quantkit.quantize.staging import may_replace
@@ -147,3 +150,44 @@ def test_what_appears_while_a_job_runs_is_asked_again(tmp_path):
         os.mkfifo(staging.output)
         with pytest.raises(QuantkitError, match="is not a plain file or folder"):
             staging.publish()
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+@pytest.mark.parametrize("renames", range(5))
+def test_the_old_output_is_there_until_the_new_one_is(tmp_path, monkeypatch, shards, renames):
+    """A job ends before one of its renames. The next job finds all shards of the old output, or the new."""
+    for number in (1, 2):
+        (tmp_path / f"out-0000{number}-of-00002.gguf").write_bytes(b"GGUF old")
+    rename, left, fingerprint = os.rename, iter(range(renames)), json.loads(OURS) | {"execution": {}}
+    staging = Staging(tmp_path / "out.gguf", one_file=True)
+    staging.check(resume=False, overwrite=True)
+    with monkeypatch.context() as patch, suppress(StopIteration), staging.opened(fingerprint, False):
+        for number in range(1, shards + 1):
+            path = staging.folder / f"output-0000{number}-of-0000{shards}.gguf"
+            path.write_bytes(b"GGUF new")
+        patch.setattr(os, "rename", lambda *paths: (next(left), rename(*paths)))
+        staging.publish()
+    whole = renames == 2 + shards
+    assert staging.folder.exists() != whole
+
+    again = Staging(tmp_path / "out.gguf", one_file=True)
+    again.check(resume=False, overwrite=True)
+    with again.opened(fingerprint, resume=False):
+        kind, count = ("new", shards) if whole else ("old", 2)
+        for number in range(1, count + 1):
+            shard = tmp_path / f"out-0000{number}-of-0000{count}.gguf"
+            assert shard.read_bytes() == f"GGUF {kind}".encode()
+    assert gguf_shards.first(again.output).name == f"out-00001-of-0000{count}.gguf"
+
+
+def test_an_old_output_that_came_back_is_asked_for_again(tmp_path):
+    """Between the two renames of a killed job; the job that resumes it may not replace."""
+    (tmp_path / "out.partial" / "replaced" / "out").mkdir(parents=True)
+    (tmp_path / "out.partial" / "replaced" / "out" / "config.json").touch()
+    (tmp_path / "out.partial" / "fingerprint.json").write_text(OURS)
+    staging = Staging(tmp_path / "out")
+    staging.check(resume=True, overwrite=False)
+    with pytest.raises(QuantkitError, match="out exists"):
+        with staging.opened({"source_sha256": "ab"}, resume=False):
+            pass
+    assert os.listdir(tmp_path / "out") == ["config.json"]

@@ -2,8 +2,10 @@
 
 import hashlib
 import itertools
+import json
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -20,17 +22,19 @@ from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.auto.units import Preset, Unit, nbytes, usual
 from quantkit.capacity import source
 from quantkit.capacity.question import Question
-from quantkit.errors import UNSUPPORTED, USAGE, refusal, require
+from quantkit.errors import UNSUPPORTED, USAGE, require
 from quantkit.evaluation import windows as windows_of
 from quantkit.evaluation.windows import Windows
+from quantkit.models.files import gguf_shards, headers
 from quantkit.models.machine.device import free_memory
 from quantkit.options import MOST, size_bytes
 from quantkit.quantize import job
 from quantkit.quantize.job import Job
-from quantkit.quantize.prepare import linears, recipe
+from quantkit.quantize.prepare import finished, linears, recipe
 from quantkit.quantize.prepare.request import Request
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
+from quantkit.quantize.staging.folder import SENSITIVITIES, Staging
 from quantkit.text.calibration import HELD_OUT, MOST_HELD_OUT, hold_out
 
 DEFAULTS = {f"quant.{name}": getattr(AutoOptions, name) for name in ("solver", "target", "head")}
@@ -38,9 +42,9 @@ STATISTICS_TOKENS = 32768  # maximum of tokens for Hessians
 LEAST_TOKENS = 1000  # measured on fewer tokens, sensitivities and comparisons are chance
 MEASURED_IN = "float32"  # rounding hidden states to 16 bit adds divergence, which hides the gain of more bits
 KEPT_IN = torch.bfloat16  # type of the usual weights; much finer than the candidates' rounding
-TABLE = "sensitivities.json"
 # Manifest and model card, whose recipe names many linears, in all and per linear: SmolLM2's 210 take 207 kB.
 MANIFEST_BYTES, LINEAR_BYTES = 6144, 1152
+RECIPE = "recipe.yaml"  # copy of --recipe-out, so that --resume knows the file
 STREAMS_SHARE = 0.25  # share of the free memory for streams
 
 
@@ -63,32 +67,56 @@ class Auto:
     held_out: int
     cache: str | None = None
 
-    @property
-    def folder(self) -> Path:
-        """Return the folder of the unfinished search."""
-        return self.output.with_name(f"{self.output.name}.auto")
+    @cached_property
+    def staging(self) -> Staging:
+        """The unfinished search's folder. Hints say how a new search reads its sensitivities."""
+        staging = Staging(self.output, self.space.method.name == "gguf", ending="auto")
+        table = staging.folder / SENSITIVITIES
+        staging.anew += f" --sensitivities {shlex.quote(str(table))}" if table.exists() else ""
+        return staging
 
     @property
     def table(self) -> Path:
         """Return the path of the unfinished search's sensitivities."""
-        return self.folder / TABLE
+        return self.staging.folder / SENSITIVITIES
 
-    @property
-    def refused(self) -> dict | None:
-        """The JSON object of the error that prevents writing the output, or None."""
-        return refusal(self.check_output)
+    @cached_property
+    def searched(self) -> str:
+        """Return the hash that the manifest of the result keeps, so that --resume knows the search."""
+        decisive = {key: value for key, value in self.fingerprint.items() if key != "quantkit"}
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def is_finished(self) -> bool:
+        """Whether --resume finds the output finished. Raises QuantkitError if another job made the output."""
+        path = gguf_shards.first(self.output)
+        if not self.request.resume or self.request.overwrite or not path.exists():
+            return False
+        same = (headers.at(str(path), path).manifest or {}).get("searched") == self.searched
+        finished.refuse_other(path, [] if same else ["options, model or texts of the search"])
+        return True
 
     def check_output(self) -> None:
         """Raise QuantkitError unless the result, the recipe and the table may be written."""
-        may_replace.check(self.output, self.space.method.name == "gguf", self.request.overwrite)
+        if self.is_finished:
+            return
+        self.staging.check(self.request.resume, self.request.overwrite)
         options, hint = self.request.options, "choose another path"
         for path in filter(None, (options.recipe_out, options.sensitivities)):
             what = f"{path} cannot be written: it is no file in an existing folder"
             require(path.absolute().parent.is_dir() and not path.is_dir(), what, hint, USAGE)
         if recipe := options.recipe_out:
-            source = self.job.checkpoint.folder.resolve()
-            apart = source not in (recipe.resolve(), *recipe.resolve().parents)
-            require(apart, f"{recipe} is part of the source", hint, USAGE)
+            inside = recipe.resolve().is_relative_to(self.job.checkpoint.folder.resolve())
+            require(not inside, f"{recipe} is part of the source", hint, USAGE)
+        self.check_recipe()
+
+    def check_recipe(self) -> None:
+        """Raise QuantkitError if the recipe would replace a file that this search did not write."""
+        recipe, own = self.request.options.recipe_out, self.staging.folder / RECIPE
+        if recipe and recipe.exists() and not self.request.overwrite:
+            same = own.is_file() and recipe.is_file() and own.read_bytes() == recipe.read_bytes()
+            hint = "choose another --recipe-out, or replace it with --overwrite"
+            require(same, f"{recipe} exists", hint, USAGE)
 
     @property
     def weights(self) -> int:
@@ -99,7 +127,7 @@ class Auto:
     def fixed_bytes(self) -> int:
         """Return the bytes of the output except the units' tensors, manifest and model card."""
         preset = self.presets[0]
-        request = self.job_of(self.recipe(preset.values, ""), self.output)
+        request = self.job_of(self.recipe(preset.values), self.output)
         planned = job.prepare(request, Progress(), dry_run=True)
         source = self.job.checkpoint
         companions = source.disk_bytes - sum(info.nbytes for info in source.infos.values())
@@ -112,9 +140,9 @@ class Auto:
         manifest = MANIFEST_BYTES + LINEAR_BYTES * len(self.job.specs)
         return self.fixed_bytes + (0 if self.space.method.name == "gguf" else manifest)
 
-    def recipe(self, values: Mapping[str, Any], description: str) -> str:
-        """Return the recipe as YAML. values: of a choice, by dotted keys. The recipe also names the solver
-        and excludes held-out calibration sequences."""
+    def recipe(self, values: Mapping[str, Any], description: str = "", searched: str = "") -> str:
+        """Return the recipe as YAML. values: of a choice, by dotted keys. searched: see there. The recipe
+        also names the solver and excludes held-out calibration sequences."""
         import yaml
 
         options, typed = self.request.options, dict(self.request.typed)
@@ -131,6 +159,7 @@ class Auto:
         for key, value in {**typed, **changed, **values}.items():
             section, _, name = key.partition(".")
             content.setdefault(section, {})[name] = list(value) if isinstance(value, tuple) else value
+        content["searched"] = searched
         head = "# Made by quantkit auto; repeat it with: quantkit run FILE\n"
         return head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000)
 
@@ -200,11 +229,11 @@ class Auto:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return all that a table of sensitivities depends on; a saved table must have the same."""
+        """Return all that a table of sensitivities depends on, as JSON; a saved table must have the same."""
         options = self.request.options
         candidates = [[unit.name, [candidate.name for candidate in unit.candidates]] for unit in self.units]
         run = self.job.request.run
-        return {
+        identity = {
             "quantkit": __version__,
             "source_sha256": self.job.checkpoint.sha256(),
             "engine": options.engine,
@@ -216,6 +245,15 @@ class Auto:
             "experts": run.experts,
             "dtype": self.job.plan.execution.dtype,
         }
+        return json.loads(json.dumps(identity))
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Return all that the result depends on. Only a search with an equal fingerprint resumes."""
+        same = ("recipe_out", "search_streams", "sensitivities", "text")  # the text is in `measured_on`
+        asked = {name: value for name, value in asdict(self.request.options).items() if name not in same}
+        more = {"max_shard_gb": self.job.request.run.max_shard_gb, "measured_on": vars(self.windows.protocol)}
+        return self.identity | more | {"options": self.identity["options"] | asked, "execution": {}}
 
 
 def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> Auto:
@@ -250,8 +288,7 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
 
 def _windows(request: AutoRequest, prepared: Job) -> tuple[Windows, int]:
     """Return the windows to measure results on, and the number of held-out calibration sequences."""
-    checkpoint = prepared.checkpoint
-    options = request.options
+    checkpoint, options = prepared.checkpoint, request.options
     if options.text is not None:
         column = prepared.request.calibration.text_column
         return windows_of.load(checkpoint, options.text, options.ctx, limit=options.limit, column=column), 0

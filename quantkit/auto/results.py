@@ -48,6 +48,7 @@ class Search:
 
     def __init__(self, auto: Auto, losses: allocation.Losses, progress: Progress):
         self._auto, self._losses, self._progress = auto, losses, progress
+        self._prepared = auto  # the Auto whose source is hashed
         self._steps, self._most_steps = 1, cost.most_steps(auto)  # the first step measured sensitivities
         self._scale = 1.0  # of predictions
         size = auto.request.options.max_size
@@ -112,7 +113,7 @@ class Search:
             choice = allocation.within_loss(self._auto.units, self._losses, bound)
             if tried and choice == tried[-1].preset.choice:
                 break
-            clear(self._auto.folder / SEARCHED)
+            shutil.rmtree(self._auto.staging.folder / SEARCHED, ignore_errors=True)
             tried.append(made := self._made(choice))
             if CLOSE * most <= made.kld <= most:
                 break
@@ -124,7 +125,7 @@ class Search:
             self._progress.warn(f"no result stays within a divergence of {most:g}; the closest is kept")
             best = min(tried, key=lambda made: made.kld)
         if best is not tried[-1]:  # made again: the folder holds one result at a time
-            clear(self._auto.folder / SEARCHED)
+            shutil.rmtree(self._auto.staging.folder / SEARCHED)
             tried.append(self._made(best.preset.choice))
         return tried
 
@@ -135,7 +136,9 @@ class Search:
         most = options.max_size or f"{kept.record['disk_bytes']}B"
         others = {"bpw": None, "max_kld": None, "gpu": None, "head": 0, "sym": True}
         options = replace(options, **others, max_size=most, engine="llama.cpp")
-        request = replace(self._auto.request, options=options, output=self._auto.folder / "preset.gguf")
+        request = replace(
+            self._auto.request, options=options, output=self._auto.staging.folder / "preset.gguf"
+        )
         try:
             auto = prepare(request, self._progress, dry_run=True)
             budget = auto.budget_bytes()
@@ -159,8 +162,8 @@ class Search:
         progress = self._progress
         bits = bits_per_weight(auto.units, preset.choice)
         described = f"{auto.request.source} at {bits:.3f} bits per weight for {auto.request.options.engine}"
-        written = auto.recipe(preset.values, described)
-        path = self._auto.folder / folder / auto.output.name
+        written = auto.recipe(preset.values, description=described, searched=self._prepared.searched)
+        path = self._auto.staging.folder / folder / auto.output.name
         self._next_step()
         request = auto.job_of(written, path)
         if not (auto.request.resume and finished.unlike(request) == []):
@@ -193,9 +196,3 @@ class Search:
         asked = {"chosen": METRICS, "kv_dtypes": caches}
         measured = evaluate.evaluate(models, self._auto.windows, torch.float32, device, listen, **asked)
         return measured["models"]
-
-
-def clear(folder: Path) -> None:
-    """Remove a folder if it exists."""
-    if folder.exists():
-        shutil.rmtree(folder)

@@ -1,33 +1,43 @@
 """`quantkit auto` after its checks: search, make, measure, keep the better result."""
 
-import shutil
 import time
 from typing import Any
 
 from quantkit.auto import cost, sensitivities
-from quantkit.auto.job import TABLE, Auto
+from quantkit.auto.job import RECIPE, Auto
 from quantkit.auto.options import BUDGETS
-from quantkit.auto.results import GGUF, SEARCHED, UNIFORM, Made, Search, clear
-from quantkit.auto.sensitivities import USUAL, Sensitivities, measure
+from quantkit.auto.results import GGUF, SEARCHED, UNIFORM, Search
+from quantkit.auto.sensitivities import Sensitivities, load, measure
 from quantkit.auto.units import bits_per_weight, nbytes
-from quantkit.errors import USAGE, QuantkitError, count
+from quantkit.errors import count
 from quantkit.models.files import gguf_shards
+from quantkit.models.files.atomic import replacing
 from quantkit.quantize.prepare.plan import check_disk
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging.folder import disk_errors, put
+from quantkit.quantize.staging.folder import disk_errors
 
 SCHEMA = "quantkit.auto/1"
+AGAIN = "run the same command with --resume"
 
 
 def run(auto: Auto, progress: Progress) -> dict[str, Any]:
     """Run the search and return its JSON. After an error, sensitivities stay in the search's folder."""
     began = time.monotonic()
-    check_disk(auto.folder.absolute(), auto.needs()["disk_bytes"])
-    saved = _open(auto, progress)
+    staging = auto.staging  # also after `with_cache`, which returns another Auto
+    if auto.is_finished:
+        if staging.stored_fingerprint() == auto.fingerprint:  # the process was killed after it published
+            with staging.opened(auto.fingerprint, resume=True):
+                staging.discard()
+        return {"schema": SCHEMA, "output": str(gguf_shards.first(auto.output)), "finished": True}
+    check_disk(auto.staging.folder.absolute(), auto.needs()["disk_bytes"])
+    progress.phase("hashing the source")
+    given = load(auto.request.options.sensitivities, auto.identity, auto.units)
     if note := cost.note(auto):
         progress.warn(note)
     progress.step(1, cost.most_steps(auto))
-    with disk_errors(auto.folder, "run the same command with --resume"):
+    with disk_errors(auto.staging.folder, AGAIN), staging.opened(auto.fingerprint, auto.request.resume):
+        if saved := load(auto.table, auto.identity, auto.units) or given:
+            saved.save(auto.table)  # --overwrite has removed the folder's own table
         table = _sensitivities(auto, saved, progress)
         losses = table.losses(auto.units)
         search, rooms = Search(auto, losses, progress), []
@@ -43,9 +53,11 @@ def run(auto: Auto, progress: Progress) -> dict[str, Any]:
         searched = tried[-1]
         kept = searched if uniform is None or searched.kld < uniform.kld else uniform
         gguf = search.gguf(kept) if auto.request.options.engine == "any" else None
-        if recipe := auto.request.options.recipe_out:
-            recipe.write_text(kept.written, encoding="utf-8")
-        _publish(auto, kept)
+        auto.check_recipe()  # a file may have appeared
+        for path in filter(None, (staging.folder / RECIPE, auto.request.options.recipe_out)):
+            with disk_errors(path, AGAIN), replacing(path) as file:
+                file.write_text(kept.written, encoding="utf-8")
+        staging.publish(kept.path)
     return plan_record(auto) | {
         "cache": auto.cache,
         "rooms": rooms,
@@ -104,29 +116,6 @@ def kept(auto: Auto) -> str:
     return "the table of sensitivities and the finished outputs are"
 
 
-def _open(auto: Auto, progress: Progress) -> Sensitivities | None:
-    """Create the search's folder; return the saved table of sensitivities, or None.
-
-    Raises QuantkitError if the folder or the table belongs to another search.
-    """
-    folder, request = auto.folder, auto.request
-    names = {TABLE, USUAL, SEARCHED, UNIFORM, GGUF}
-    if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= names):
-        hint = "move the folder away, or choose another -o"
-        raise QuantkitError(f"{folder} is not an unfinished search", hint, USAGE)
-    if folder.exists() and any(folder.iterdir()) and not (request.resume or request.overwrite):
-        hint = "continue with --resume, or start again with --overwrite"
-        raise QuantkitError(f"{folder} holds an unfinished search", hint, USAGE)
-    if not request.resume:
-        clear(folder)
-    progress.phase("hashing the source")
-    paths = (auto.table, request.options.sensitivities)
-    path = next((path for path in paths if path and path.exists()), None)
-    table = path and sensitivities.load(path, auto.identity, auto.units)
-    folder.mkdir(parents=True, exist_ok=True)
-    return table
-
-
 def _sensitivities(auto: Auto, saved: Sensitivities | None, progress: Progress) -> Sensitivities:
     """Measure the units missing in `saved`; return the table, saved after each walk through the model."""
     try:
@@ -135,16 +124,9 @@ def _sensitivities(auto: Auto, saved: Sensitivities | None, progress: Progress) 
             for table in measure(auto, progress, saved):
                 table.save(auto.table)
         for path in filter(None, (auto.table, auto.request.options.sensitivities)):
-            table.save(path)
+            with disk_errors(path, AGAIN):
+                table.save(path)
         return table
     finally:
         if not auto.table.exists():  # nothing is kept, so the next run begins anew
-            shutil.rmtree(auto.folder)
-
-
-def _publish(auto: Auto, kept: Made) -> None:
-    """Move the kept output to its place and remove the search's folder."""
-    auto.check_output()
-    auto.output.parent.mkdir(parents=True, exist_ok=True)
-    put(kept.path, auto.output, auto.folder / "replaced")
-    shutil.rmtree(auto.folder)
+            auto.staging.discard()

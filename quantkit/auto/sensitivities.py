@@ -63,11 +63,12 @@ class Sensitivities:
             file.write_text(json.dumps({"schema": SCHEMA} | asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
-def load(path: Path, identity: dict[str, Any], units: Sequence[Unit]) -> Sensitivities:
-    """Read a saved table. Raises QuantkitError if it is invalid or of another model or other options."""
+def load(path: Path | None, identity: dict[str, Any], units: Sequence[Unit]) -> Sensitivities | None:
+    """Read a table, if it is saved. Raises QuantkitError if it is invalid or of another model or options."""
+    if not (path and path.exists()):
+        return None
     table = read(path)
-    requested = json.loads(json.dumps(identity))
-    different = differences(table.identity, requested)
+    different = differences(table.identity, identity)
     what = f"{path} holds sensitivities of another search; different: {name_all(different)}"
     require(not different, what, f"repeat the options of that search, or {ANEW}", USAGE)
     for unit in units:
@@ -111,7 +112,7 @@ def measure(auto: Auto, progress: Progress, saved: Sensitivities | None = None) 
     total = unit_divergence.steps(auto.units, skeleton.depth)
     done = itertools.count(total - unit_divergence.steps(missing, skeleton.depth))
     outside = GgufOutside(job, statistics) if auto.space.method.name == "gguf" else None
-    folder = auto.folder / USUAL
+    folder = auto.staging.folder / USUAL
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed search
     folder.mkdir(parents=True)
     solving = Solving(auto, outside, folder)

@@ -22,7 +22,9 @@ LLAMA_CPP = "--engine llama.cpp searches such files, embedding and output matrix
 
 
 def print_record(record: dict[str, Any]) -> None:
-    """Print the result of a search, or its plan in a dry run."""
+    """Print the result of a search, its plan in a dry run, or that it was finished before `--resume`."""
+    if "finished" in record:
+        return print(f"{record['output']} is already finished")
     console = Console(highlight=False, markup=False)
     _print_rooms(console, record["rooms"])
     if "searched" not in record:

@@ -16,6 +16,7 @@ import typer
 
 from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.cli import flags, running, streams
+from quantkit.errors import refusal
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize.prepare import recipe
 from quantkit.quantize.staging import may_replace
@@ -50,13 +51,13 @@ def command(context: typer.Context, model: flags.UNQUANTIZED, **values: Any) -> 
 
         prepared = job.prepare(request, progress, dry_run)
         if dry_run:
-            record = run.plan_record(prepared) | {"refused": prepared.refused}
+            record = run.plan_record(prepared) | {"refused": refusal(prepared.check_output)}
             if note := cost.note(prepared):
                 progress.warn(note)
         else:
-            with running.resumable(folder=prepared.folder, kept=lambda: run.kept(prepared)):
+            with running.resumable([prepared.staging], kept=lambda: run.kept(prepared)):
                 record = run.run(prepared, progress)
     streams.present(record, values["as_json"], lambda: show.print_record(record))
-    if not dry_run:
+    if "kept" in record:
         extra = options.recipe_out, None if record["sensitivities_read"] else options.sensitivities
         print_written(filter(None, extra), values["as_json"], values["quiet"])

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import takewhile
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -156,15 +155,12 @@ def stopping() -> Iterator[list[int]]:
 
 
 @contextmanager
-def resumable(
-    stages: Sequence[Staging] = (), folder: Path | None = None, kept: Callable[[], str] | None = None
-) -> Iterator[None]:
+def resumable(stages: Sequence[Staging], kept: Callable[[], str] | None = None) -> Iterator[None]:
     """Turn an interrupt into an error whose hint is the command that continues.
 
-    stages: staging of each output. folder: what a job without them keeps. kept: returns words for the content
-    of the folders; None: finished blocks.
+    stages: staging of each output. kept: returns words for the folders' content; None: finished blocks.
     """
-    folders = [folder] if folder else [stage.folder for stage in stages]
+    folders = [stage.folder for stage in stages]
     words = kept or (lambda: "finished blocks are")
     with stopping() as codes:
         try:

@@ -11,9 +11,11 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.gguf_shards import base_name
 from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.quantize.prepare import finished
 from quantkit.quantize.prepare.request import JobFlags
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
+from quantkit.quantize.staging.fingerprint import differences
 from quantkit.quantize.staging.folder import Staging
 from quantkit.text import calibration
 
@@ -59,8 +61,8 @@ def stage(request: Request, source: Checkpoint, progress: Progress, dry_run: boo
 
 
 def is_done(request: Request) -> bool:
-    """Return whether --resume has nothing to do: the output is finished, with models of the same names, the
-    same options and text."""
+    """Return whether --resume has nothing to do: the output is finished. Raises QuantkitError if another job
+    made it: with models of other names, other options or another text."""
     output = request.destination
     if not request.resume or request.overwrite or Staging(output).folder.exists() or not output.exists():
         return False
@@ -68,13 +70,13 @@ def is_done(request: Request) -> bool:
     untrusted.check_schema(
         manifest, headers.MANIFEST_SCHEMA, f"{headers.MANIFEST} of {output}", "start with --overwrite"
     )
-    distilled = manifest.get("distilled") or {}
+    made, asked = manifest.get("distilled") or {}, {"options": asdict(request.options)}
     for key in ("teacher", "student"):
-        model = distilled.get(key)
-        if not isinstance(model, dict) or model.get("name") != Path(getattr(request, key)).name:
-            return False
-    if distilled.get("options") != asdict(request.options):
-        return False
-    teacher = open_checkpoint(request.teacher, **request.opening)
-    text = calibration.load(teacher, request.text, request.offline).record()
-    return distilled.get("calibration") == json.loads(json.dumps(text))
+        model = made.get(key)
+        asked[key] = (model if isinstance(model, dict) else {}) | {"name": Path(getattr(request, key)).name}
+    if not (different := differences({key: made.get(key) for key in asked}, asked)):
+        teacher = open_checkpoint(request.teacher, **request.opening)
+        text = json.loads(json.dumps(calibration.load(teacher, request.text, request.offline).record()))
+        different = differences({"calibration": made.get("calibration")}, {"calibration": text})
+    finished.refuse_other(output, different)
+    return True

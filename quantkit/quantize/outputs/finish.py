@@ -106,6 +106,7 @@ def manifest(job: Job) -> dict:
     }
     if kept := job.kept_parameters:
         described["kept_parameters"] = kept
+    described |= {"searched": job.request.searched} if job.request.searched else {}
     notes = [*job.method.notes, *fallbacks]
     return described | ({"notes": notes} if notes else {})
 

@@ -22,10 +22,15 @@ def is_made(request: Request) -> bool:
     it. With --overwrite, every finished output counts as made by the resumed command."""
     if request.overwrite:
         return is_finished(request)
-    different, output = unlike(request), request.destination
-    what = f"{output} is the finished output of another job; different: {name_all(different or ())}"
-    require(not different, what, f"choose another -o, or replace {output} with --overwrite", USAGE)
+    different = unlike(request)
+    refuse_other(request.destination, different or [])
     return different is not None
+
+
+def refuse_other(output: Path, different: list[str]) -> None:
+    """Raise QuantkitError if a finished output differs from the request."""
+    what = f"{output} is the finished output of another job; different: {name_all(different)}"
+    require(not different, what, f"choose another -o, or replace {output} with --overwrite", USAGE)
 
 
 def unlike(request: Request) -> list[str] | None:

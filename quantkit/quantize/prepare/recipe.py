@@ -25,6 +25,7 @@ SHARED = {"calibration": CalibrationOptions, "run": RunOptions}  # sections ever
 
 
 ABOUT = {"method": Key(str, "One of the methods."), "description": Key(str, "A line on what it is for.")}
+ABOUT |= {"searched": Key(str, "Hash of the search that wrote the recipe. Manifests repeat the hash.")}
 PLACES = {
     "model": Key(str | None, "Checkpoint folder, GGUF file or hub id."),
     "output": Key(str | None, "Output folder."),
@@ -39,6 +40,7 @@ class Recipe:
     name: str = ""
     description: str = ""
     values: dict[str, Any] = field(default_factory=dict)
+    searched: str = ""
 
 
 def sections(method: str) -> dict[str, type]:
@@ -158,6 +160,8 @@ def merge(recipe: Recipe, settings: Sequence[str], typed: dict[str, Any], **furt
     valid = keys(recipe.method)
     flags = {key: typed[name] for key in valid if (name := key.rpartition(".")[2]) in typed}
     values = recipe.values | _settings(settings, valid) | flags
+    if values | {"output": None} == recipe.values | {"output": None}:
+        further["searched"] = recipe.searched
     if values.get("calibration.calibration") == "shipped":  # its name in manifests and messages
         del values["calibration.calibration"]
     what = f"{recipe.name} has no model"

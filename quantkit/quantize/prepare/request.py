@@ -38,13 +38,15 @@ class JobFlags:
 @dataclass(frozen=True)
 class Request(JobFlags):
     """A job as the user typed it. method: None for an importance matrix. open_groups: no group size was
-    typed, so linears that the model's group size does not divide stay in 16 bit."""
+    typed, so linears that the model's group size does not divide stay in 16 bit. searched: hash of the
+    search that chose the options."""
 
     source: str
     method: Method | None
     calibration: CalibrationOptions
     run: RunOptions
     open_groups: bool = False
+    searched: str = ""
 
     @property
     def destination(self) -> Path:

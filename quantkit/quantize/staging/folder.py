@@ -1,8 +1,8 @@
 """The staging folder: finished blocks of a running job, and the output while it is assembled.
 
-`OUT.partial/` lies next to the output, so that publishing is a rename. If the job is killed, the folder holds
-only complete blocks (`blocks.py`) and files that will be made again. Blocks that were staged before the
-source was hashed are also made again, because they may belong to another source.
+`OUT.partial/`, of a search `OUT.auto/`, lies next to the output, so that publishing is a rename. If the job
+is killed, the folder holds only complete blocks (`blocks.py`) and files that will be made again. Blocks that
+were staged before the source was hashed are also made again, because they may belong to another source.
 """
 
 import errno
@@ -31,6 +31,7 @@ from quantkit.quantize.staging.fingerprint import differences
 
 REST = "rest.safetensors"
 GRADIENTS = "curvature"  # folder of calibrate/curvature.py
+SENSITIVITIES = "sensitivities.json"  # the table of `quantkit auto`
 MOST = {"batch_size": 1 << 20, "threads": MOST_THREADS}
 
 
@@ -42,9 +43,10 @@ class Staging(StagedBlocks):
     until the block is done, because experts that return into memory are read from there.
     """
 
-    def __init__(self, output: Path, one_file: bool = False, follows: bool = False):
-        super().__init__(output.parent / f"{output.name}.partial")
+    def __init__(self, output: Path, one_file: bool = False, follows: bool = False, ending: str = "partial"):
+        super().__init__(output.parent / f"{output.name}.{ending}")
         self.output, self.one_file, self.follows = output, one_file, follows
+        self.anew = "start again with --overwrite"  # for hints
         self._own: StagedBlocks = self
         self._lock = None
         self._replaces = False
@@ -84,7 +86,7 @@ class Staging(StagedBlocks):
         may_replace.check_staged(self.folder, lambda: self._fingerprint() is not None)
         may_replace.check_place(self.folder / "lock")
         what = f"{self.folder} holds an unfinished job"
-        hint = "continue it with --resume, or start again with --overwrite"
+        hint = f"continue it with --resume, or {self.anew}"
         require(resume or overwrite or not self.folder.exists(), what, hint, USAGE)
 
     @contextmanager
@@ -104,19 +106,21 @@ class Staging(StagedBlocks):
         stored = self.stored_fingerprint() if resume else None
         different = differences(stored, fingerprint) if stored else []
         what = f"{self.folder} holds another job; different: {name_all(different)}"
-        hint = "repeat the options of the first run, or start again with --overwrite"
+        hint = f"repeat the options of the first run, or {self.anew}"
         require(not different, what, hint, USAGE)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._acquire()
-        if not stored:
-            _clear(self.folder)  # files of another job
-        self.sign(fingerprint)
         try:
+            if self._restore():  # the check before this one saw no output
+                may_replace.check(self.output, self.one_file, self._replaces)
+            if not stored:
+                _clear(self.folder)  # files of another job
+            self.sign(fingerprint)
             yield
         except QuantkitError as error:
             self._writer.shutdown()
-            gathered = (self.folder / GRADIENTS).exists()  # gradients are most of the work
-            if isinstance(error, DamagedError) or not (self.there() or self.rest() or gathered):
+            measured = any((self.folder / name).exists() for name in (GRADIENTS, SENSITIVITIES))
+            if isinstance(error, DamagedError) or not (self.there() or self.rest() or measured):
                 self.discard()  # nothing in it is worth keeping
             raise
         finally:
@@ -138,6 +142,14 @@ class Staging(StagedBlocks):
         except BlockingIOError as error:
             what = f"{self.folder} is in use by another process"
             raise QuantkitError(what, "wait until it is done") from error
+
+    def _restore(self) -> bool:
+        """Move a replaced output back if its job ended before the new one was in place; return whether."""
+        placed = os.path.lexists(gguf_shards.first(self.output))
+        moved = [] if placed else sorted((self.folder / "replaced").glob("*"), reverse=True)
+        for path in moved:  # the first shard last, as in `publish`
+            os.replace(path, self.output.with_name(path.name))
+        return bool(moved)
 
     def done(self, count: int, warn: Callable[[str], None]) -> list[bool]:
         """Return which of `count` blocks are staged. Warns of damaged blocks and removes them."""
@@ -204,6 +216,7 @@ class Staging(StagedBlocks):
     def discard(self) -> None:
         """Remove the staging folder, if it exists."""
         if self.folder.exists() and not self.follows:
+            self._restore()
             _clear(self.folder)
             shutil.rmtree(self.folder)
 
@@ -231,34 +244,30 @@ class Staging(StagedBlocks):
         """Start to compute `sums`, the sha256 of the assembled folder's files."""
         self.sums = self._writer.submit(checksums.of_folder, self.assembled)
 
-    def publish(self) -> None:
-        """Sync the finished output, rename it to its final path, and remove the staging folder.
+    def publish(self, made: Path | None = None) -> None:
+        """Sync the output `made` (`assembled`), rename it to its final path, and remove the staging folder.
 
-        Raises QuantkitError if another output appeared at this path.
+        Raises QuantkitError if another output appeared at the final path.
         """
         self.wait()
-        _sync_all(self.assembled)
+        made = made or self.assembled
+        _sync_all(made)
         existing = gguf_shards.existing(self.output)
         if existing and not self._replaces:
             hint = "move it away and run the same command again, with --resume if the command has it"
             raise QuantkitError(f"{existing[0]} appeared while the job ran", hint)
         may_replace.check(self.output, self.one_file, self._replaces)
-        self._made = may_replace.identity(gguf_shards.first(self.assembled))
-        put(self.assembled, self.output, self.folder / "replaced")
+        self._made = may_replace.identity(gguf_shards.first(made))
+        replaced = self.folder / "replaced"
+        _remove(replaced)
+        replaced.mkdir()
+        for path in existing:
+            os.rename(path, replaced / path.name)
+        stem, final = (path.name.removesuffix(".gguf") for path in (made, self.output))
+        for path in reversed(gguf_shards.existing(made)):  # the first shard last: clients open it
+            os.rename(path, self.output.with_name(final + path.name.removeprefix(stem)))
         sync(self.output.parent)
         self.discard()
-
-
-def put(made: Path, output: Path, replaced: Path) -> None:
-    """Rename a finished output, or its shards, to `output`, the first shard last: clients open it. What was
-    there goes into the folder `replaced`."""
-    _remove(replaced)
-    replaced.mkdir(parents=True)
-    for path in gguf_shards.existing(output):
-        os.rename(path, replaced / path.name)
-    stem, final = (path.name.removesuffix(".gguf") for path in (made, output))
-    for path in reversed(gguf_shards.existing(made)):
-        os.rename(path, output.with_name(final + path.name.removeprefix(stem)))
 
 
 def _runs(execution: Any) -> bool:

@@ -34,10 +34,11 @@ WRITTEN = (  # by writers of checkpoints
     "quantkit-*.json",
 )
 WEIGHTS = "*.safetensors", "pytorch_model*.bin"
-STAGED = (  # by jobs and by safetensors (.tmp), in their staging folder
-    *(".tmp*", "lock", "fingerprint.json*", "block-*", "part-*", "rest.*"),
+STAGED = (  # by jobs, searches and safetensors (.tmp), in their staging folder
+    *(".tmp*", ".*.tmp", "lock", "fingerprint.json*", "block-*", "part-*", "rest.*"),
     *("output*", "replaced"),
     *("curvature", "entering-*", "targets.*", "cut", "cutting", "cut.*", "self-text.*", "best.*"),
+    *("sensitivities.json", "usual", "searched", "uniform", "gguf", "recipe.yaml"),
 )
 MAGIC = b"GGUF"
 LONGEST_ENDING = ".partial.tmp"  # that is added to a name
