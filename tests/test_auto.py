@@ -17,9 +17,10 @@ from torch import Tensor
 
 from quantkit.auto import allocation, results, run, show, unit_divergence
 from quantkit.auto.sensitivities import Sensitivities
-from quantkit.auto.units import nbytes
+from quantkit.auto.units import nbytes, usual
 from quantkit.capacity import devices
 from quantkit.models.files.open import open_checkpoint
+from quantkit.quantize import loop
 from quantkit.quantize.prepare import plan, recipe
 from quantkit.quantize.staging.folder import Staging
 
@@ -456,6 +457,20 @@ def unfinished(auto, quick, tmp_path, monkeypatch) -> Path:
         patch.setattr(results.Search, "_make", _stop)
         auto("--bpw", "4.2", "-o", "found", code=130)
     return tmp_path / "found.auto"
+
+
+def test_a_choice_that_was_stopped_gives_way_to_another(auto, quick, tmp_path, monkeypatch):
+    """The resumed search chooses other bits, as if the files of its first choice had been too large."""
+    monkeypatch.setattr(results.Search, "uniform", lambda *_: None)
+    ask = "--bpw", "6", "-o", "found"
+    with monkeypatch.context() as patch:
+        first = lambda units, *_: {unit.name: usual(unit).name for unit in units}  # noqa: E731
+        patch.setattr(allocation, "within_bytes", first)
+        patch.setattr(loop.Loop, "_finished", _stop)
+        auto(*ask, code=130)
+    assert (tmp_path / "found.auto" / "searched" / "found.partial" / "fingerprint.json").exists()
+    found = auto(*ask, "--resume")
+    assert found["searched"]["bits_per_weight"] > 5
 
 
 def test_a_search_in_use_is_left_alone(auto, unfinished):

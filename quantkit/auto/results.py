@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quantkit.auto import allocation, cost
-from quantkit.auto.job import Auto, prepare
+from quantkit.auto.job import RECIPE, Auto, prepare
 from quantkit.auto.units import Choice, Preset, bits_per_weight, nbytes
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.evaluation import evaluate
@@ -113,7 +113,6 @@ class Search:
             choice = allocation.within_loss(self._auto.units, self._losses, bound)
             if tried and choice == tried[-1].preset.choice:
                 break
-            shutil.rmtree(self._auto.staging.folder / SEARCHED, ignore_errors=True)
             tried.append(made := self._made(choice))
             if CLOSE * most <= made.kld <= most:
                 break
@@ -125,7 +124,6 @@ class Search:
             self._progress.warn(f"no result stays within a divergence of {most:g}; the closest is kept")
             best = min(tried, key=lambda made: made.kld)
         if best is not tried[-1]:  # made again: the folder holds one result at a time
-            shutil.rmtree(self._auto.staging.folder / SEARCHED)
             tried.append(self._made(best.preset.choice))
         return tried
 
@@ -165,9 +163,13 @@ class Search:
         written = auto.recipe(preset.values, description=described, searched=self._prepared.searched)
         path = self._auto.staging.folder / folder / auto.output.name
         self._next_step()
+        own = path.parent / RECIPE
+        if not (own.exists() and own.read_text(encoding="utf-8") == written):  # of another choice
+            shutil.rmtree(path.parent, ignore_errors=True)
+            path.parent.mkdir()
+            own.write_text(written, encoding="utf-8")
         request = auto.job_of(written, path)
         if not (auto.request.resume and finished.unlike(request) == []):
-            path.parent.mkdir(exist_ok=True)
             progress.phase(f"making {preset.name}")
             loop.run([job.prepare(request, progress)], progress)
         source = auto.job.checkpoint
