@@ -62,8 +62,9 @@ def _block(skeleton: Skeleton, index: int, block: nn.Module, states: States, tim
     sites = [site for site in sites if site.linears]
     outputs = skeleton.outputs(index, states)
     with timings("forward"):
-        needs, run = {Statistic.SQUARE}, lambda: states.advance(outputs)  # noqa: E731
-        gathered = capture.gather(block, sites, needs, skeleton.device, run)
+        needs = {Statistic.SQUARE}
+        gathered = {site: capture.SiteSums(site.in_features, skeleton.device, needs) for site in sites}
+        capture.gather(block, gathered, lambda: states.advance(outputs))
     measured = {}
     for site, sums in gathered.items():
         name = skeleton.names.stored_of(index, f"{site.linears[0]}.weight")
