@@ -96,9 +96,8 @@ def open_models(
 ) -> list[ModelRuns]:
     """Return a model to run for each checkpoint and engine of --engine, with an error if it cannot run there.
 
-    Raises QuantkitError for a source that is no checkpoint, and for an unknown engine.
+    Raises QuantkitError for a source that is no checkpoint.
     """
-    engines = settings.engines
     subjects = [
         open_subject(source, revision if position == 0 else None, offline)
         for position, source in enumerate(sources)
@@ -106,7 +105,7 @@ def open_models(
     models: list[ModelRuns] = []
     for subject in subjects:
         folder = None if subject.path.is_file() else subject.source
-        for name in engines:
+        for name in settings.names("engine"):
             try:
                 engine, note = choose_local(name, folder, settings.decoded)
                 if all(model.subject is not subject or model.engine != engine for model in models):
