@@ -28,7 +28,7 @@ LAST_CHARACTERS = 1000  # characters of a dead worker's last line that are shown
 @dataclass(frozen=True)
 class Subject:
     """A checkpoint. source: as the user named it. path: of its folder or file. size: `disk_bytes` of all
-    files, `weight_bytes` and `bits_per_weight` of all tensors. context: most tokens, None if unlimited."""
+    files, `weight_bytes` and `bits_per_weight` of all tensors. context: most tokens, None if unknown."""
 
     source: str
     path: Path
