@@ -89,20 +89,17 @@ def open_models(
 
     Raises QuantkitError for a source that is no checkpoint.
     """
-    subjects = [
-        open_subject(source, revision if position == 0 else None, offline)
-        for position, source in enumerate(sources)
-    ]
     models: list[ModelRuns] = []
-    for subject in subjects:
-        folder = None if subject.path.is_file() else subject.source
+    for position, source in enumerate(sources):
+        subject = open_subject(source, revision if position == 0 else None, offline)
+        folder, chosen = None if subject.path.is_file() else source, {}
         for name in settings.names("engine"):
             try:
                 engine, note = choose_local(name, folder, settings.decoded)
-                if all(model.subject is not subject or model.engine != engine for model in models):
-                    models.append(ModelRuns(subject, engine, note))
+                chosen.setdefault(engine, ModelRuns(subject, engine, note))
             except QuantkitError as error:
-                models.append(ModelRuns(subject, name, error=f"{error.message} ({error.hint})"))
+                chosen[name] = ModelRuns(subject, name, error=f"{error.message} ({error.hint})")
+        models += chosen.values()
     return models
 
 
