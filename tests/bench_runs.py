@@ -28,7 +28,8 @@ FACTS = {
 
 def subject(source: str, weight_bytes: int = 2000) -> Subject:
     """Of 1000 parameters."""
-    return Subject(source, Path(source), weight_bytes, 2500, 16.0, 1000, 512, 64)
+    size = {"disk_bytes": 2500, "weight_bytes": weight_bytes, "bits_per_weight": 16.0}
+    return Subject(source, Path(source), size, 1000, 512, 64)
 
 
 def run(work: Workload, tokens: int, prefill: float, step: float) -> dict:

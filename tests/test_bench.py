@@ -72,7 +72,7 @@ def test_prefilled_and_decoded_tokens_are_exact(tiny_model, forwards):
         assert found["kv_bytes"] == 2 * 2 * 2 * 16 * 4 * batch * (5 + 3)
     (loaded,) = (event for event in events if event["event"] == "loaded")
     assert (loaded["kernels"], loaded["packed"], loaded["attention"]) == ("torch Linear", False, "sdpa")
-    stored = measure.open_subject(str(folder)).weight_bytes
+    stored = measure.open_subject(str(folder)).size["weight_bytes"]
     assert 0 <= loaded["weight_bytes"] - stored < 1000  # rotary frequencies are not stored
 
 

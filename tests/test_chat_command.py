@@ -67,7 +67,7 @@ def test_another_answer_has_another_seed_and_prefills_one_token(talker):
     first = fresh.say(SAID[0], silent)
     again = fresh.again(silent)
     assert again.text == first.text and "without --temperature" in again.notes[0]
-    fresh.reset()
+    fresh.messages.clear()
     with pytest.raises(QuantkitError, match="no answer to replace"):
         fresh.again(silent)
 
@@ -102,7 +102,7 @@ def test_a_full_context_is_said_before_anything_is_computed(talker):
         session.say(SAID[1], silent)
     assert caught.value.exit_code == 5 and "/reset" in caught.value.hint
     assert session.messages == before and len(fed.tokens) == calls
-    session.reset()
+    session.messages.clear()
     again = session.say(SAID[0], silent)
     assert again.text == first.text and again.prefilled_tokens == 1
 
@@ -112,13 +112,13 @@ def test_transformers_stops_after_the_next_token(talker):
     streamed: list[str] = []
     whole = session.say(SAID[0], streamed.append)
     assert "".join(streamed) == whole.text and len(streamed) > 8
-    session.reset()
+    session.messages.clear()
     parts: list[str] = []
 
     def stream(text: str) -> None:
         parts.append(text)
         if len(parts) > 4:  # called for each token, with text once a word is complete
-            session.stop()
+            session.stopped = True
 
     made = session.say(SAID[0], stream)
     assert made.stop == "interrupted" and 0 < made.generated_tokens < whole.generated_tokens

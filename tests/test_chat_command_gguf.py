@@ -79,8 +79,8 @@ def test_what_it_streams_is_the_answer_and_stops_when_asked(begin):
     parts: list[str] = []
     whole = session.say(TALE[0], parts.append)
     assert "".join(parts) == whole.text and whole.stop == "length" and whole.generated_tokens == 12
-    session.reset()
-    made = session.say(TALE[0], lambda text: session.stop())
+    session.messages.clear()
+    made = session.say(TALE[0], lambda text: setattr(session, "stopped", True))
     assert made.stop == "interrupted" and 0 < made.generated_tokens < 12 and whole.text.startswith(made.text)
 
 

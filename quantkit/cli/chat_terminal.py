@@ -116,7 +116,7 @@ class Terminal:
         """
         match command:
             case "/reset":
-                self.session.reset()
+                self.session.messages.clear()
                 return "started again"
             case "/system":
                 raw = self.session.raw
@@ -135,7 +135,7 @@ class Terminal:
         """Print an answer. On a terminal, the first SIGINT stops it and the second discards it."""
 
         def stop(number: int, frame: Any) -> None:
-            self.session.stop()
+            self.session.stopped = True
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
         try:

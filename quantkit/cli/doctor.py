@@ -18,28 +18,27 @@ from quantkit.tables import print_line
 def command(**values: Any) -> None:
     from quantkit.inspection import doctor
 
-    findings = doctor.examine()
-    record = doctor.record(findings)
+    record = doctor.examine()
+    findings = record["checks"]
 
     def refuse() -> None:
-        broken = [row for subject in ("needed", "machine") for row in findings[subject] if row.ok is False]
+        broken = [row for subject in ("needed", "machine") for row in findings[subject] if row["ok"] is False]
         if broken:
-            what = f"this installation is broken: {name_all(f'{row.name} {row.value}' for row in broken)}"
-            raise QuantkitError(what, "; ".join(row.note for row in broken), found=record)
+            named = name_all(f"{row['name']} {row['value']}" for row in broken)
+            what, hint = f"this installation is broken: {named}", "; ".join(row["note"] for row in broken)
+            raise QuantkitError(what, hint, found=record)
 
     streams.present(record, values["as_json"], lambda: _show(findings, values["quiet"]), refuse)
 
 
-def _show(findings: dict[str, list], quiet: bool) -> None:
+def _show(findings: dict[str, list[dict]], quiet: bool) -> None:
     """Print each finding on a line, and mark problems. quiet: print only problems."""
     console = Console(highlight=False, markup=False)
     for subject, rows in findings.items():
-        rows = [row for row in rows if row.ok is False or not quiet]
+        rows = [row for row in rows if row["ok"] is False or not quiet]
         if rows:
             console.print(subject, style="bold")
         for row in rows:
-            note = f" ({row.note})" if row.note else ""
-            mark = "!" if row.ok is False else " "
-            style = "yellow" if row.ok is False else None
-            line = f"{mark} {row.name:18s} {row.value}{note}"
-            print_line(console, line, style, indent=21)
+            note = f" ({row['note']})" if row["note"] else ""
+            mark, style = ("!", "yellow") if row["ok"] is False else (" ", None)
+            print_line(console, f"{mark} {row['name']:18s} {row['value']}{note}", style, indent=21)

@@ -22,14 +22,16 @@ def table() -> dict[str, Any]:
 def known(facts: Mapping[str, set]) -> list[dict[str, Any]]:
     """Return a row for each client: `client`, `loads` (None: not tried), `note`, `needs` and `option`. facts:
     the properties of the checkpoint, by the keys of clients.yaml."""
-    rows = []
+    (layout,), tried, rows = facts["layout"], table()["tried"], []
+    strange = {fact: words for fact, words in STRANGE.items() if True in facts.get(fact, ())}
     for client, about in table()["clients"].items():
         rule = rule_of(client, facts)
         needs = rule.get("needs", [])
         note = rule.get("note", f"with {' and '.join(needs)} installed" if needs else "")
         outcome = {"loads": rule.get("loads"), "note": note, "needs": needs, "option": rule.get("option", "")}
-        if outcome["loads"] and (strange := _untried(client, facts)):
-            outcome |= {"loads": None, "note": f"not tried with {strange}"}
+        untried = [words for fact, words in strange.items() if layout not in tried[fact].get(client, ())]
+        if outcome["loads"] and untried:
+            outcome |= {"loads": None, "note": f"not tried with {untried[0]}"}
         rows.append({"client": client, "version": about["version"]} | outcome)
     return rows
 
@@ -52,14 +54,6 @@ def how_to_load(rows: list[dict[str, Any]], name: str) -> str:
         for client, line, packages in load_lines(rows, name)
     ]
     return "\n".join(lines) or f"- quantkit: `quantkit serve {shlex.quote(name)}`"
-
-
-def _untried(client: str, facts: Mapping[str, set]) -> str:
-    """Return a feature of the checkpoint that was never tried in this client, or ""."""
-    (layout,) = facts["layout"]
-    has = [fact for fact in STRANGE if True in facts.get(fact, ())]
-    tried = table()["tried"]
-    return next((STRANGE[fact] for fact in has if layout not in tried[fact].get(client, ())), "")
 
 
 def rule_of(client: str, facts: Mapping[str, set]) -> Mapping[str, Any]:

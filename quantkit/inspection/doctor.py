@@ -8,9 +8,9 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -36,18 +36,11 @@ OPTIONAL = {  # package -> what it enables
 }
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report. ok: None if the finding is neither good nor bad. note: reason or purpose."""
-
-    name: str
-    value: str
-    ok: bool | None = None
-    note: str = ""
+Finding = dict[str, Any]  # name, value, ok (None: neither good nor bad), note: reason or purpose
 
 
-def examine() -> dict[str, list[Finding]]:
-    """Run all checks; return {subject: findings} in the order of the report."""
+def examine() -> dict[str, Any]:
+    """Run all checks; return the versioned JSON, with the findings by subject in the order of the report."""
     checks = {
         "program": (_program,),
         "needed": (_requirements,),
@@ -56,19 +49,18 @@ def examine() -> dict[str, list[Finding]]:
         "optional": (_optional,),
     }
     return {
-        subject: [finding for check in group for finding in _softly(check)]
-        for subject, group in checks.items()
-    }
-
-
-def record(findings: dict[str, list[Finding]]) -> dict:
-    """Return the versioned JSON of the findings."""
-    return {
         "schema": SCHEMA,
         "quantkit": __version__,
-        "checks": {subject: [asdict(finding) for finding in rows] for subject, rows in findings.items()},
+        "checks": {
+            subject: [finding for check in group for finding in _softly(check)]
+            for subject, group in checks.items()
+        },
         "exit_codes": {str(code): words for code, words in EXIT_CODES.items()},
     }
+
+
+def _finding(name: str, value: str, ok: bool | None = None, note: str = "") -> Finding:
+    return {"name": name, "value": value, "ok": ok, "note": note}
 
 
 def _softly(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -77,13 +69,13 @@ def _softly(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     except QuantkitError:  # an invalid setting of the user
         raise
     except Exception as error:  # report any defect of this machine
-        yield Finding(check.__name__.strip("_"), "unknown", False, f"{type(error).__name__}: {error}")
+        yield _finding(check.__name__.strip("_"), "unknown", False, f"{type(error).__name__}: {error}")
 
 
 def _program() -> Iterator[Finding]:
-    yield Finding("quantkit", __version__, None, str(Path(__file__).parents[1]))
-    yield Finding("python", platform.python_version(), None, sys.executable)
-    yield Finding("system", f"{platform.system()} {platform.release()}", None, platform.machine())
+    yield _finding("quantkit", __version__, None, str(Path(__file__).parents[1]))
+    yield _finding("python", platform.python_version(), None, sys.executable)
+    yield _finding("system", f"{platform.system()} {platform.release()}", None, platform.machine())
 
 
 def _requirements() -> Iterator[Finding]:
@@ -92,7 +84,7 @@ def _requirements() -> Iterator[Finding]:
     try:
         requirements = metadata.requires("quantkit") or ()
     except metadata.PackageNotFoundError:
-        yield Finding("packages", "not looked at", None, "quantkit runs from a source tree, not installed")
+        yield _finding("packages", "not looked at", None, "quantkit runs from a source tree, not installed")
         return
     for text in sorted(requirements, key=str.lower):
         requirement = Requirement(text)
@@ -101,7 +93,7 @@ def _requirements() -> Iterator[Finding]:
         installed = _version(requirement.name)
         fits = installed is not None and requirement.specifier.contains(installed, prereleases=True)
         note = "" if fits else f"quantkit needs {requirement.name}{requirement.specifier}"
-        yield Finding(requirement.name, installed or "not installed", fits, note)
+        yield _finding(requirement.name, installed or "not installed", fits, note)
 
 
 def _version(package: str) -> str | None:
@@ -118,17 +110,17 @@ def _machine() -> Iterator[Finding]:
 
     note = "computes in bfloat16" if processor.has_bfloat16() else "no bfloat16: --dtype auto is float32"
     cores, threads = count(psutil.cpu_count(), "core"), count(torch.get_num_threads(), "thread")
-    yield Finding("cpu", f"{cores}, {threads}", None, note)
+    yield _finding("cpu", f"{cores}, {threads}", None, note)
     if not torch.cuda.is_available():
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
-        yield Finding("cuda", "none", None, f"torch {torch.__version__} is built for {built}")
+        yield _finding("cuda", "none", None, f"torch {torch.__version__} is built for {built}")
     for device_name, name, free, total in device.accelerators():
-        yield Finding(device_name, _free(free, total), True, f"{name}: --device {device_name}")
+        yield _finding(device_name, _free(free, total), True, f"{name}: --device {device_name}")
 
 
 def _memory() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
-    yield Finding("memory", _free(memory.available, memory.total))
+    yield _finding("memory", _free(memory.available, memory.total))
 
 
 def _free(free: float, total: float) -> str:
@@ -142,7 +134,7 @@ def _disks() -> Iterator[Finding]:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         usage, writable = shutil.disk_usage(existing), os.access(existing, os.W_OK)
         note = str(folder) if writable else f"{folder} cannot be written"
-        yield Finding(name, _free(usage.free, usage.total), writable, note)
+        yield _finding(name, _free(usage.free, usage.total), writable, note)
 
 
 def _hub() -> Iterator[Finding]:
@@ -153,19 +145,19 @@ def _hub() -> Iterator[Finding]:
         token, why = get_token(), "gated models need one"
     except hub.faults() as error:
         token, why = None, first_line(error)
-    yield Finding("hub token", "found" if token else "none", None, "" if token else why)
+    yield _finding("hub token", "found" if token else "none", None, "" if token else why)
     if constants.HF_HUB_OFFLINE:
-        yield Finding("hub", "not contacted", None, "HF_HUB_OFFLINE is set: only what is in the cache")
+        yield _finding("hub", "not contacted", None, "HF_HUB_OFFLINE is set: only what is in the cache")
         return
     try:
         get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
     except hub.faults() as error:
         why = f"{constants.ENDPOINT}: {first_line(error)}; --offline does without"
-        yield Finding("hub", "does not answer", False, why)
+        yield _finding("hub", "does not answer", False, why)
     else:
-        yield Finding("hub", "answers", True, constants.ENDPOINT)
+        yield _finding("hub", "answers", True, constants.ENDPOINT)
 
 
 def _optional() -> Iterator[Finding]:
     for package, enables in OPTIONAL.items():
-        yield Finding(package, _version(package) or "not installed", None, enables)
+        yield _finding(package, _version(package) or "not installed", None, enables)

@@ -90,12 +90,10 @@ def weights_of(contents: Contents) -> list[Weight]:
     layout = None
     with suppress(QuantkitError):
         layout = layouts.detect(contents.config)
-    if layout:
-        contents = replace(contents, infos=layout.unstacked(contents.infos))
-    coded = list(_packed(layout, contents) if layout else _foreign(contents.infos))
-    taken = {info.name for _, infos in coded for info in infos}
-    rest = [info for name, info in contents.infos.items() if name not in taken]
-    return [*map(_plain, rest), *(weight for weight, _ in coded)]
+    infos = layout.unstacked(contents.infos) if layout else contents.infos
+    rest, local = dict(infos), contents.path is not None
+    coded = list(_packed(layout, rest, local) if layout else _foreign(rest))
+    return [*map(_plain, rest.values()), *coded]
 
 
 def _plain(info: TensorInfo) -> Weight:
@@ -106,20 +104,20 @@ def _plain(info: TensorInfo) -> Weight:
 
 def _coded(
     linear: str, infos: list[TensorInfo], codes: Codes, shape: tuple[int, ...] | None, parameters: int
-) -> tuple[Weight, list[TensorInfo]]:
-    """Return a quantized weight, and its tensors. infos: its tensors, that of the codes first."""
+) -> Weight:
+    """Return a quantized weight. infos: its tensors, that of the codes first."""
     dtype, code_bytes = infos[0].dtype, infos[0].nbytes
     scale_bytes = sum(info.nbytes for info in infos[1:])
-    return Weight(f"{linear}.weight", dtype, shape, parameters, 0, code_bytes, scale_bytes, codes), infos
+    return Weight(f"{linear}.weight", dtype, shape, parameters, 0, code_bytes, scale_bytes, codes)
 
 
-def _packed(layout: Layout, contents: Contents) -> Iterator[tuple[Weight, list[TensorInfo]]]:
-    for linear, names in layouts.group_by_linear(layout, contents.infos).items():
-        infos = {part: contents.infos[name] for part, name in names.items()}
+def _packed(layout: Layout, rest: dict[str, TensorInfo], local: bool) -> Iterator[Weight]:
+    """Yield the linears of a layout, and take their tensors out of `rest`. local: see `_Part`."""
+    for linear, names in layouts.group_by_linear(layout, rest).items():
+        infos = {part: rest.pop(name) for part, name in names.items()}
         linear_layout, codes, shape, parameters = layout, Codes(layout.label, 0), None, 0
         try:
             linear_layout = layout.at(linear)
-            local = contents.path is not None
             parts = {part: _Part(**vars(info), local=local) for part, info in infos.items()}
             codes, shape, parameters = _codes(linear_layout, parts)
         except KeyError as error:
@@ -144,43 +142,36 @@ def _codes(layout: Layout, parts: Mapping[str, Any]) -> tuple[Codes, tuple[int, 
     return codes, (spec.out_features, columns), spec.weights
 
 
-def _foreign(infos: Mapping[str, TensorInfo]) -> Iterator[tuple[Weight, list[TensorInfo]]]:
-    """Yield linears that no layout here decodes: gpt-oss's experts, `blocks [experts, out, groups, 16]`, and
-    modelopt's floats with `weight_scale`, of 8 bits or of 4 bits (two per byte)."""
-    for name, info in infos.items():
-        linear, scales = name.removesuffix("_blocks"), infos.get(f"{name.removesuffix('_blocks')}_scales")
-        if linear != name and scales:
+def _foreign(rest: dict[str, TensorInfo]) -> Iterator[Weight]:
+    """Yield linears that no layout here decodes, and take their tensors out of `rest`: gpt-oss's experts,
+    `blocks [experts, out, groups, 16]`, and modelopt's floats with `weight_scale`, of 8 bits or of 4 bits
+    (two per byte)."""
+    for name, info in list(rest.items()):
+        linear, per_byte = name.removesuffix(".weight"), 2 if info.dtype == "U8" else 1
+        base = name.removesuffix("_blocks")
+        if base != name and f"{base}_scales" in rest:
             shape = (*info.shape[:2], 32 * info.shape[2]) if len(info.shape) == 4 else None
-            yield _coded(linear, [info, scales], Codes("mxfp4", 4, 32), shape, 2 * info.nbytes)
-        scale = infos.get(f"{name}_scale")
-        if name.endswith(".weight") and scale and len(info.shape) == 2:
-            linear = name.removesuffix(".weight")
-            per_byte = 2 if info.dtype == "U8" else 1
+            stored = [rest.pop(name), rest.pop(f"{base}_scales")]
+            yield _coded(base, stored, Codes("mxfp4", 4, 32), shape, 2 * info.nbytes)
+        elif linear != name and (scale := rest.get(f"{name}_scale")) and len(info.shape) == 2:
             rows, columns = info.shape[0], per_byte * info.shape[1]
             groups = scale.shape[1] if len(scale.shape) == 2 else 1
             size = -(-columns // groups) if groups > 1 else None
             codes = Codes("nvfp4" if per_byte == 2 else "float8", 8 // per_byte, size)
-            others = (f"{name}_scale", f"{name}_scale_2", f"{linear}.input_scale")
-            stored = [info, *(infos[other] for other in others if other in infos)]
+            parts = (name, f"{name}_scale", f"{name}_scale_2", f"{linear}.input_scale")
+            stored = [rest.pop(part) for part in parts if part in rest]
             yield _coded(linear, stored, codes, (rows, columns), rows * columns)
 
 
 def _of_gguf(infos: Mapping[str, TensorInfo]) -> Iterator[Weight]:
     """Yield every tensor of a GGUF file; scale tensors of NVFP4 matrices are counted with the matrix."""
-    owners = {name: _scaled_by(name, infos) for name in infos}
-    extra_bytes = Counter()
-    for name, owner in owners.items():
-        extra_bytes[owner] += infos[name].nbytes
+    extra_bytes, rest = Counter(), dict(infos)
     for name, info in infos.items():
-        if owners[name] is None:
-            yield _of_ggml(info, extra_bytes[name])
-
-
-def _scaled_by(name: str, infos: Mapping[str, TensorInfo]) -> str | None:
-    """Return the name of the NVFP4 matrix to which a scale tensor of a GGUF file belongs; None for other
-    tensors."""
-    owner = infos.get(re.sub(r"\.(input_)?scale$", ".weight", name))
-    return owner.name if owner is not None and owner.name != name and owner.dtype == "NVFP4" else None
+        owner = infos.get(re.sub(r"\.(input_)?scale$", ".weight", name), info)
+        if owner is not info and owner.dtype == "NVFP4":
+            extra_bytes[owner.name] += rest.pop(name).nbytes
+    for name, info in rest.items():
+        yield _of_ggml(info, extra_bytes[name])
 
 
 def _of_ggml(info: TensorInfo, extra_bytes: int) -> Weight:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, require
+from quantkit.errors import UNSUPPORTED, QuantkitError, refusal, require
 from quantkit.grids.distance import error_up_to_scales
 from quantkit.inspection.clients import of_damaged
 from quantkit.inspection.stored import OF_CACHE
@@ -36,23 +36,16 @@ def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> N
     weights = {stored[name]: (name, tensor) for name, tensor in skeleton.stored_parameters().items()}
     problems = [f"{name} is absent" for name in skeleton.names.missing()]
     for done, parameter in enumerate(weights.values(), start=1):
-        problems += _errors_of(partial(skeleton.read, *parameter))
+        if failed := refusal(partial(skeleton.read, *parameter)):
+            problems.append(failed["message"])
         listen("reading the weights", done, len(weights))
-    if record["tokenizer"]:
-        problems += _errors_of(lambda: checkpoint.tokenizer)
+    if record["tokenizer"] and (failed := refusal(lambda: checkpoint.tokenizer)):
+        problems.append(failed["message"])
     if problems:
         record["clients"] = of_damaged(record["clients"])
     integrity["problems"] += [problem for problem in problems if problem not in integrity["problems"]]
     unused = [name for name in checkpoint.names if name not in weights and not name.endswith(OF_CACHE)]
     integrity.update(deep=True, notes=[f"{name} is no part of the model" for name in unused])
-
-
-def _errors_of(read: Callable[[], Any]) -> list[str]:
-    try:
-        read()
-    except QuantkitError as error:
-        return [error.message]
-    return []
 
 
 def compare(

@@ -3,18 +3,20 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from quantkit.errors import USAGE, QuantkitError, require
+from quantkit.errors import USAGE, QuantkitError, one_of, require
 from quantkit.models.machine import processor
 from quantkit.options import check_value, flag_of, option
 
 MOST = 1 << 20  # maximum of numbers in flags
+Known = dict[str, tuple[str, tuple[str, ...]]]  # by option: beginning of the error for other names, names
 
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """Flags that all of these commands have. least: minimum of each number."""
+    """Flags that all of these commands have. least: minimum of each number. known: names of each list."""
 
     least: ClassVar[dict[str, float]] = {}
+    known: ClassVar[Known] = {}
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Precision in transformers. auto: the checkpoint's own if the hardware supports it."
     )
@@ -33,6 +35,9 @@ class LocalOptions:
             for number in self.numbers(name) if isinstance(value, str) else (value,):
                 fits = number is None or least <= number <= MOST
                 check_value(flag_of(name), number, fits, f"choose {least} or more")
+        for name, (complaint, known) in self.known.items():
+            for word in self.names(name):
+                one_of(word, known, f"{complaint} {word!r}")
 
     def numbers(self, name: str) -> tuple[int, ...]:
         """Return the numbers of a flag such as `1,4,16`, sorted, each once. Raises QuantkitError."""

@@ -27,14 +27,12 @@ LAST_CHARACTERS = 1000  # characters of a dead worker's last line that are shown
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint. source: as the user named it; path: of its folder or file. weight_bytes, bits_per_weight:
-    over all tensors. disk_bytes: of all files. context: the model's maximum number of tokens, or None."""
+    """A checkpoint. source: as the user named it. path: of its folder or file. size: `disk_bytes` of all
+    files, `weight_bytes` and `bits_per_weight` of all tensors. context: most tokens, None if unknown."""
 
     source: str
     path: Path
-    weight_bytes: int
-    disk_bytes: int
-    bits_per_weight: float
+    size: dict[str, float]
     parameters: int
     vocab_size: int
     context: int | None
@@ -74,18 +72,11 @@ def open_subject(source: str, revision: str | None = None, offline: bool = False
     path = hub.resolve(source, revision, offline)
     contents = headers.open_contents(str(path), None, True, strict=True)
     described = record.describe(contents)
-    model = described["model"]
+    model, context = described["model"], described["positions"]["context"]
     require(model["vocab_size"], f"{source} has no vocab_size", "give a language model")
-    return Subject(
-        source=source,
-        path=path,
-        weight_bytes=model["bytes"],
-        disk_bytes=sum(contents.files.values()),
-        bits_per_weight=model["bits_per_weight"],
-        parameters=model["parameters"],
-        vocab_size=model["vocab_size"],
-        context=described["positions"]["context"],
-    )
+    size = {"disk_bytes": described["files"]["bytes"], "weight_bytes": model["bytes"]}
+    size |= {"bits_per_weight": model["bits_per_weight"]}
+    return Subject(source, path, size, model["parameters"], model["vocab_size"], context)
 
 
 def open_models(
@@ -96,23 +87,19 @@ def open_models(
 ) -> list[ModelRuns]:
     """Return a model to run for each checkpoint and engine of --engine, with an error if it cannot run there.
 
-    Raises QuantkitError for a source that is no checkpoint, and for an unknown engine.
+    Raises QuantkitError for a source that is no checkpoint.
     """
-    engines = settings.engines
-    subjects = [
-        open_subject(source, revision if position == 0 else None, offline)
-        for position, source in enumerate(sources)
-    ]
     models: list[ModelRuns] = []
-    for subject in subjects:
-        folder = None if subject.path.is_file() else subject.source
-        for name in engines:
+    for position, source in enumerate(sources):
+        subject = open_subject(source, revision if position == 0 else None, offline)
+        folder, chosen = None if subject.path.is_file() else source, {}
+        for name in settings.names("engine"):
             try:
                 engine, note = choose_local(name, folder, settings.decoded)
-                if all(model.subject is not subject or model.engine != engine for model in models):
-                    models.append(ModelRuns(subject, engine, note))
+                chosen.setdefault(engine, ModelRuns(subject, engine, note))
             except QuantkitError as error:
-                models.append(ModelRuns(subject, name, error=f"{error.message} ({error.hint})"))
+                chosen[name] = ModelRuns(subject, name, error=f"{error.message} ({error.hint})")
+        models += chosen.values()
     return models
 
 

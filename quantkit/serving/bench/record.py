@@ -15,7 +15,6 @@ from quantkit.serving.bench.settings import BenchSettings, Workload
 
 SCHEMA = "quantkit.bench/3"
 ENGINE = ("version", "kernels", "packed", "dtype", "attention", "weight_bytes")
-SIZES = ("disk_bytes", "weight_bytes", "bits_per_weight")
 FIGURES = ("prefill", "first_token", "decode", "latency", "ratio", "kv_bytes", "peak_bytes")
 FEWEST_BATCHES = 3  # batch sizes that a fit needs
 Run = dict[str, Any]
@@ -49,7 +48,7 @@ def _model(
     return {
         "source": model.subject.source,
         "label": label,
-        "size": {name: getattr(model.subject, name) for name in SIZES},
+        "size": model.subject.size,
         "quality": match(model.subject, evaluated),
         "engine": {"name": model.engine, **facts, "note": "; ".join(notes)},
         "load": load,
@@ -151,7 +150,8 @@ def match(subject: Subject, evaluated: dict[str, Any] | None) -> dict[str, float
     alike = [
         model
         for model in models
-        if model["size"]["weight_bytes"] == subject.weight_bytes and Path(model["source"]).name == name
+        if model["size"]["weight_bytes"] == subject.size["weight_bytes"]
+        and Path(model["source"]).name == name
     ]
     if not alike:
         return None

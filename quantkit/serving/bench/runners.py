@@ -88,7 +88,7 @@ class LlamaCppRunner:
     def load(self, workloads: Sequence[Workload]) -> EngineFacts:
         """Load the file for the first workload."""
         self._open(workloads[0])
-        version, weight_bytes = llamacpp.version(), self._subject.weight_bytes
+        version, weight_bytes = llamacpp.version(), self._subject.size["weight_bytes"]
         return EngineFacts(version, weight_bytes, "llama.cpp ggml", packed=True, dtype="float32")
 
     def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:

@@ -4,13 +4,12 @@ from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
-from quantkit.errors import USAGE, one_of, require
+from quantkit.errors import USAGE, require
 from quantkit.options import option
-from quantkit.serving.settings import LocalOptions
+from quantkit.serving.settings import Known, LocalOptions
 
 KEYS = {"prompt_tokens": "prompt", "implementations": "attn", "policies": "batching"}  # names in the JSON
 LISTS = ("batch", "prompt_tokens")
-ENGINES = ("auto", "transformers", "llama.cpp")
 STRATEGIES = ("static", "dynamic", "continuous")
 
 
@@ -49,6 +48,7 @@ class BenchSettings(CommonSettings):
 
     # the prefill makes the first token; latency needs another
     least: ClassVar[dict[str, float]] = CommonSettings.least | {"tokens": 2, "warmup": 0}
+    known: ClassVar[Known] = {"engine": ("no engine", ("auto", "transformers", "llama.cpp"))}
     batch: str = option("1", "Sequences at once: a number, or several separated by commas, such as 1,4,16.")
     prompt_tokens: str = option(
         "128", "Tokens of each prompt: a number, or several separated by commas, such as 128,512."
@@ -77,13 +77,11 @@ class BenchSettings(CommonSettings):
         prompts, batches = self.numbers("prompt_tokens"), self.numbers("batch")
         return [Workload(batch, prompt) for prompt in prompts for batch in batches]
 
-    @property
-    def engines(self) -> tuple[str, ...]:
-        """Return the engines named by --engine. Raises QuantkitError for an unknown one."""
-        names = self.names("engine")
+    def check(self) -> None:
+        """Raise QuantkitError for invalid values."""
         hint = "quantkit serve ./model --engine vllm, then vllm bench serve"
-        require("vllm" not in names, "bench does not run vLLM", hint, USAGE)
-        return tuple(one_of(name, ENGINES, f"no engine {name!r}") for name in names)
+        require("vllm" not in self.names("engine"), "bench does not run vLLM", hint, USAGE)
+        super().check()
 
 
 @dataclass(frozen=True)
@@ -106,6 +104,7 @@ class BatchingSettings(CommonSettings):
     """Flags of `quantkit bench batching`."""
 
     least: ClassVar[dict[str, float]] = CommonSettings.least | {"rate": 1e-6}
+    known: ClassVar[Known] = {"policies": ("unknown policy", STRATEGIES)}
     policies: str = option(
         ",".join(STRATEGIES),
         "Ways of batching, separated by commas. static: wait for a full batch. dynamic: wait 0.25 seconds at "
@@ -117,13 +116,3 @@ class BatchingSettings(CommonSettings):
     prompt_tokens: int = option(64, "Tokens of a prompt, on average.")
     tokens: int = option(32, "Tokens of an answer, on average.", short="-n")
     repeats: int = option(3, "Number of measured rounds.")
-
-    @property
-    def strategies(self) -> tuple[str, ...]:
-        """Return the ways of batching named by --policies. Raises QuantkitError for an unknown one."""
-        return tuple(one_of(name, STRATEGIES, f"unknown policy {name!r}") for name in self.names("policies"))
-
-    def check(self) -> None:
-        """Raise QuantkitError for invalid values, before a model is downloaded."""
-        super().check()
-        _ = self.strategies

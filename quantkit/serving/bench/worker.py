@@ -102,7 +102,7 @@ def refusal(subject: Subject, runner: Runner, work: Workload, tokens: int, free:
         needed = f"{work.prompt} prompt + {tokens} new tokens"
         return f"{needed} exceed the model's context of {subject.context}"
     decoded = int(subject.parameters * kv_types.TYPES[runner.dtype].nbytes)
-    weights = subject.weight_bytes if runner.packed else decoded
+    weights = subject.size["weight_bytes"] if runner.packed else decoded
     cache = work.batch * (cache_bytes(subject.path, work.prompt + tokens, runner.dtype) or 0)
     if weights + cache > free:
         needed = f"{megabytes(weights)} of weights, {megabytes(cache)} of keys and values"

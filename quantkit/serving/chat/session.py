@@ -48,9 +48,9 @@ class ChatSession:
     """A conversation that an engine answers.
 
     engine: a `TransformersChat` or a `LlamaCppChat`: its name, `facts` (EngineFacts), context in tokens and
-    chat template, and the model's source. raw: there are no roles; user and model continue one
-    text. messages: the user's and the model's, in turn. The first answer uses the seed of `sampling`; each
-    further one, also after /retry, adds 1.
+    chat template, and the model's source. raw: there are no roles; user and model continue one text.
+    messages: the user's and the model's, in turn. stopped: True ends the current answer after its next token.
+    The first answer uses the seed of `sampling`; each further one, also after /retry, adds 1.
     """
 
     def __init__(self, engine: Any, sampling: Sampling, system: str = "", raw: bool = False):
@@ -58,14 +58,6 @@ class ChatSession:
         self.messages: list[dict[str, str]] = []
         self.answers = 0
         self.stopped = False
-
-    def stop(self) -> None:
-        """Stop the current answer after its next token."""
-        self.stopped = True
-
-    def reset(self) -> None:
-        """Remove all messages but the system message."""
-        self.messages.clear()
 
     def say(self, text: str, stream: Stream) -> Answer:
         """Answer the user's message `text`. stream: receives the text as it is generated.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from quantkit.capacity import Unsupported, kv_cache
 from quantkit.capacity.source import Source
-from quantkit.errors import RESOURCES, QuantkitError, require
+from quantkit.errors import RESOURCES, QuantkitError
 from quantkit.models import kv_types
 from quantkit.serving.server.settings import ServeSettings
 from quantkit.tables import size
@@ -61,29 +61,25 @@ def fit(
     except Unsupported as error:
         caches = None
         notes.append(f"the cache is not counted: {error}")
-    if caches is None:
-        what = f"weights of {size(weight_bytes)} do not fit the {size(usable)} of memory that may be used"
-        require(weight_bytes <= usable, what, "a smaller model: see quantkit plan", RESOURCES)
-        return ServerSize(most, sequences, None, most * sequences, weight_bytes, usable, on_cpu)
     dtype = settings.kv_dtype or ("float32" if settings.dtype == "float32" else "bfloat16")
-    left = usable - weight_bytes
+    left, value_bytes = usable - weight_bytes, kv_types.TYPES[dtype].nbytes
     for ctx, count in _candidates(most, sequences, settings):
-        per_sequence = kv_cache.sequence_bytes(caches, ctx, kv_types.TYPES[dtype].nbytes, kv_cache.PAGE)
+        per_sequence = kv_cache.sequence_bytes(caches or (), ctx, value_bytes, kv_cache.PAGE)
         if per_sequence * (count if reserves else 1) <= left:
             break
     else:
-        cache = size(per_sequence * (settings.parallel or 1))
-        raise QuantkitError(
-            f"weights of {size(weight_bytes)} and a cache of {cache} do not fit the {size(usable)} of "
-            "memory that may be used",
-            "a shorter --ctx, a smaller --parallel or --kv-dtype, or a smaller model: see quantkit plan",
-            RESOURCES,
+        cache = "" if caches is None else f" and a cache of {size(per_sequence * (settings.parallel or 1))}"
+        what = (
+            f"weights of {size(weight_bytes)}{cache} do not fit the {size(usable)} of memory that may be used"
         )
+        hint = "a shorter --ctx, a smaller --parallel or --kv-dtype, or a smaller model: see quantkit plan"
+        raise QuantkitError(what, hint, RESOURCES)
     if (ctx, count) != (most, sequences):
         notes.append(f"of {most:,} tokens × {sequences}, {ctx:,} × {count} fit in {size(usable)}")
-    cache = left if paged else min(per_sequence * count, left)
-    tokens = cache * ctx // per_sequence if per_sequence else ctx * count  # 0: no attention
-    return ServerSize(ctx, count, cache, tokens, weight_bytes, usable, on_cpu)
+    cache_bytes = left if paged else min(per_sequence * count, left)
+    tokens = cache_bytes * ctx // per_sequence if per_sequence else ctx * count  # 0: no attention, or unknown
+    known = None if caches is None else cache_bytes
+    return ServerSize(ctx, count, known, tokens, weight_bytes, usable, on_cpu)
 
 
 def _candidates(most: int, sequences: int, settings: ServeSettings) -> Iterator[tuple[int, int]]:

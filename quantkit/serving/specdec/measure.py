@@ -55,7 +55,9 @@ def compare(
     dtype = str(shared_dtype(settings.dtype, target, device)).removeprefix("torch.")
     settings = replace(settings, dtype=dtype)  # drafts compute in the target's
     _check([target, *(draft for draft in drafts if draft is not None)], settings)
-    text = _prompts(target, settings)
+    asked = {"samples": settings.prompts, "seqlen": settings.prompt_tokens, "seed": settings.seed}
+    asked |= {"calibration": settings.prompt_text and str(settings.prompt_text)}
+    text = calibration.load(target, CalibrationOptions(**asked, text_column=settings.text_column))
     prompts = text.tokens.to(device)
     progress.phase(f"loading {target.source}")
     model, target_memory = _load(target, settings)
@@ -99,19 +101,6 @@ def _check(models: Sequence[Checkpoint], settings: SpecdecSettings) -> None:
         require(model.context is None or needed <= model.context, what, hint, USAGE)
     hint = "choose a smaller model of its family, a compressed copy of it, or prompt-lookup"
     check_comparable(models, hint)
-
-
-def _prompts(checkpoint: Checkpoint, settings: SpecdecSettings) -> calibration.CalibrationSet:
-    """Return prompts with tokens `[prompts, tokens]`, from --prompt-text or the shipped text. Raises
-    QuantkitError if the text cannot be read or is too short."""
-    options = CalibrationOptions(
-        calibration=str(settings.prompt_text) if settings.prompt_text else None,
-        text_column=settings.text_column,
-        samples=settings.prompts,
-        seqlen=settings.prompt_tokens,
-        seed=settings.seed,
-    )
-    return calibration.load(checkpoint, options)
 
 
 def _load(checkpoint: Checkpoint, settings: SpecdecSettings) -> tuple[nn.Module, dict[str, Any]]:

@@ -10,7 +10,6 @@ import itertools
 import re
 import statistics
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,14 +68,19 @@ def measure(
     progress.phase(f"loading {checkpoint.source}")
     model, facts = engine.load(checkpoint, settings, lengths[-1] + settings.tokens)
     gc.collect()
-    bench = _AttentionBench(checkpoint, model, settings, Attempts(names, FAILURES, model.device))
-    kernels = bench.kernels(min(SHORT, lengths[0]))
+    attempts, vocab_size = Attempts(names, FAILURES, model.device), checkpoint.text_config.vocab_size
+
+    def prompts(length: int) -> Prompts:
+        return random_prompts.draw([length] * settings.batch, vocab_size, f"{settings.seed} {length}")
+
+    short = prompts(min(SHORT, lengths[0]))
+    kernels = attempts.turn(lambda name: _kernel(model, name, short))
     rows: list[dict[str, Any]] = []
     for index, length in enumerate(lengths):  # long prompts take long
         progress.counting("measuring, in prompt tokens", sum(lengths[:index]), sum(lengths))
-        rows += [row | {"kernel": kernels.get(row["attention"], "")} for row in bench.rows(length)]
+        rows += _rows(model, attempts, prompts(length), settings, kernels)
     if all(row["refused"] for row in rows):
-        raise bench.attempts.failure("attention", "eager runs everywhere")
+        raise attempts.failure("attention", "eager runs everywhere")
     return {
         "schema": SCHEMA,
         "model": checkpoint.source,
@@ -90,65 +94,54 @@ def measure(
     }
 
 
-@dataclass(frozen=True)
-class _AttentionBench:
-    """The loaded model, switched between attention implementations."""
+def _kernel(model: nn.Module, name: str, prompts: Prompts) -> str:
+    """Return the name of the kernel that runs. The first run, in which libraries allocate their lasting
+    buffers, is not observed."""
+    _seconds(model, name, prompts)
+    with Operators() as operators:
+        _seconds(model, name, prompts)
+    ran = getattr(model.config.get_text_config(), "_attn_implementation", name)
+    return describe(operators.names) + (f"; transformers took {ran} instead" if ran != name else "")
 
-    checkpoint: Checkpoint
-    model: nn.Module
-    settings: AttentionSettings
-    attempts: Attempts
 
-    def kernels(self, length: int) -> dict[str, str]:
-        """Return the names of the kernels that run with prompts of `length` tokens. The first run, in which
-        libraries allocate their lasting buffers, is not observed."""
-        prompts = self._prompts(length)
+def _rows(
+    model: nn.Module,
+    attempts: Attempts,
+    prompts: Prompts,
+    settings: AttentionSettings,
+    kernels: dict[str, str],
+) -> list[dict[str, Any]]:
+    """Measure the implementations in turn with prompts of one length; return a row for each."""
+    refused, steps, length = attempts.refused, 1 + settings.tokens, len(prompts[0])
+    if "eager" in attempts.names and (too_large := _too_large(model, len(prompts), length)):
+        refused.setdefault("eager", too_large)
+    peaks = attempts.turn(lambda name: allocated(model.device, lambda: _seconds(model, name, prompts)))
+    repeats = range(settings.repeats)
+    turns = [attempts.turn(lambda name: _seconds(model, name, prompts, steps)) for _ in repeats]
+    rows = []
+    for name in attempts.names:
+        ran = [] if name in refused else [turn[name] for turn in turns]
+        row = {"attention": name, "length": length, "seconds": [tokens[0] for tokens in ran]}
+        row["step_seconds"] = [statistics.median(tokens[1:]) for tokens in ran]
+        row["prefill_bytes"] = peaks[name] if ran else None
+        rows.append(row | {"refused": refused.get(name, ""), "kernel": kernels.get(name, "")})
+    return rows
 
-        def kernel(name: str) -> str:
-            self._seconds(name, prompts)
-            with Operators() as operators:
-                self._seconds(name, prompts)
-            ran = getattr(self.model.config.get_text_config(), "_attn_implementation", name)
-            instead = f"; transformers took {ran} instead" if ran != name else ""
-            return describe(operators.names) + instead
 
-        return self.attempts.turn(kernel)
+def _seconds(model: nn.Module, name: str, prompts: Prompts, tokens: int = 1) -> list[float]:
+    """Return the seconds of each new token under an implementation. The first is the prefill, which as in
+    serving computes logits of the last token only: all take more memory than attention does."""
+    model.set_attn_implementation(name)
+    return engine.continue_batch(model, prompts, tokens)[1]
 
-    def rows(self, length: int) -> list[dict[str, Any]]:
-        """Measure the implementations in turn with prompts of `length` tokens; return a row for each."""
-        attempts, prompts, steps = self.attempts, self._prompts(length), 1 + self.settings.tokens
-        names, refused, device = attempts.names, attempts.refused, self.model.device
-        if "eager" in names and (too_large := self._too_large(length)):
-            refused.setdefault("eager", too_large)
-        peaks = attempts.turn(lambda name: allocated(device, lambda: self._seconds(name, prompts)))
-        repeats = range(self.settings.repeats)
-        turns = [attempts.turn(lambda name: self._seconds(name, prompts, steps)) for _ in repeats]
-        rows = []
-        for name in names:
-            ran = [] if name in refused else [turn[name] for turn in turns]
-            row = {"attention": name, "length": length, "seconds": [tokens[0] for tokens in ran]}
-            row["step_seconds"] = [statistics.median(tokens[1:]) for tokens in ran]
-            row["prefill_bytes"] = peaks[name] if ran else None
-            rows.append(row | {"refused": refused.get(name, "")})
-        return rows
 
-    def _prompts(self, length: int) -> list[list[int]]:
-        vocab_size, seed = self.checkpoint.text_config.vocab_size, f"{self.settings.seed} {length}"
-        return random_prompts.draw([length] * self.settings.batch, vocab_size, seed)
-
-    def _seconds(self, name: str, prompts: Prompts, tokens: int = 1) -> list[float]:
-        """Return the seconds of each new token under an implementation. The first is the prefill, which as in
-        serving computes logits of the last token only: all take more memory than attention does."""
-        self.model.set_attn_implementation(name)
-        return engine.continue_batch(self.model, prompts, tokens)[1]
-
-    def _too_large(self, length: int) -> str:
-        """Return why eager needs too much memory, or "". On a CPU the system would kill the process."""
-        heads = getattr(self.checkpoint.text_config, "num_attention_heads", 1) or 1
-        scores = attention_scores(heads, length, self.model.dtype.itemsize) * self.settings.batch
-        need, free = WRITTEN_OUT * scores, free_memory(self.model.device)
-        short = f"scores of one layer take {megabytes(need)}, {megabytes(free)} of memory are free"
-        return short if need > free else ""
+def _too_large(model: nn.Module, batch: int, length: int) -> str:
+    """Return why eager needs too much memory, or "". On a CPU the system would kill the process."""
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", 1) or 1
+    scores = attention_scores(heads, length, model.dtype.itemsize) * batch
+    need, free = WRITTEN_OUT * scores, free_memory(model.device)
+    short = f"scores of one layer take {megabytes(need)}, {megabytes(free)} of memory are free"
+    return short if need > free else ""
 
 
 def allocated(device: torch.device, work: Callable[[], Any]) -> int | None:

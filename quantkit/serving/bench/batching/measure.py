@@ -40,7 +40,7 @@ def measure(
     Raises QuantkitError for a model that does not fit the memory (exit code 5), or if every strategy fails
     (4). If only some fail, their outcomes give the reason.
     """
-    names = settings.strategies
+    names = settings.names("policies")
     requests = trace.sample(settings, checkpoint.context)
     progress.phase(f"loading {checkpoint.source}")
     longest = max(request.prompt + request.output for request in requests)
