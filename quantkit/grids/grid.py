@@ -166,7 +166,7 @@ class Grid:
 
 def each_of(change: Callable[..., Tensor], first: Params, *others: Params) -> Params:
     """Return parameters in which `change` was applied to the corresponding tensors of all arguments."""
-    names = [field.name for field in dataclasses.fields(first)]
+    names = [name for name, part in vars(first).items() if part is not None]
     return dataclasses.replace(
         first, **{name: change(*(getattr(part, name) for part in (first, *others))) for name in names}
     )
