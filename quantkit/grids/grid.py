@@ -82,7 +82,8 @@ class Grid:
 
     def plain(self) -> Self:
         """Return a grid with the same values but without a search of the range."""
-        return self
+        searched = {name: False for name in ("search", "clip") if getattr(self, name, None) is True}
+        return dataclasses.replace(self, **searched) if searched else self
 
     def round(self, weight: Tensor, params: Params) -> Tensor:
         """Return the nearest codes, uint8 `[rows, group_size]`. This one is for grids without a low."""
