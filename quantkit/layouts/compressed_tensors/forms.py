@@ -52,9 +52,7 @@ class Form:
     Linears with equal forms share a config group.
 
     NAME: `format` of the config group. LABEL: name in `inspect`. SUFFIXES: all tensors it may store. CODES:
-    the tensor with the codes, and its dtype. optional: suffixes that may be absent. floats: suffixes with
-    floating-point parameters. needs: statistics of inputs that the form stores; the peak arrives as
-    `QuantizedWeight.input_peak`.
+    the tensor with the codes, and its dtype. optional, floats, needs: as in Layout.
     """
 
     NAME: str
