@@ -7,7 +7,7 @@ made. Format: compressed-tensors 0.20 `compressors`, `quant_scheme.py`.
 from dataclasses import dataclass
 from typing import Any, Self
 
-from quantkit.layouts import LinearSpec, Statistic, Tensors, Width, spec_of_shape
+from quantkit.layouts import Layout, LinearSpec, Statistic, Tensors, Width, spec_of_shape
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Form:
     needs: frozenset[Statistic] = frozenset()
     block: int | None = None  # rows and columns that share a scale; None: one scale per row
     no_experts: str | None = None  # why no client reads experts in this form
+    checked_spec, texts, numbers = Layout.checked_spec, (), None
 
     def of(self, spec: LinearSpec) -> Self:
         """Return the form of one linear, with its own bits and groups."""
