@@ -196,7 +196,7 @@ def _opened(path: Path, deep: bool) -> None:
     checkpoint = open_checkpoint(str(path), offline=True)
     skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
     skeleton.names.check_complete()
-    for name in checkpoint.packed[:2]:
+    for name in list(checkpoint.packed)[:2]:
         checkpoint.read(f"{name}.weight")
     values.check(checkpoint, made, lambda *told: None)
 

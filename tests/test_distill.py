@@ -24,7 +24,7 @@ from quantkit.grids import ggml
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.float8 import Float8Grid
 from quantkit.grids.fp4 import NvFp4Grid
-from quantkit.grids.grid import QuantizedWeight
+from quantkit.grids.grid import QuantizedWeight, group
 from quantkit.grids.int8 import Int8Grid
 from quantkit.grids.nf4 import Nf4Grid
 from quantkit.layouts.awq import AwqLayout
@@ -64,13 +64,9 @@ def quantized(grid, out_features: int = 96, in_features: int = 256) -> Quantized
         return QuantizedWeight(grid, codes, params)
     rows = [
         grid.round(weight[:, g * grid.group_size : (g + 1) * grid.group_size], part)
-        for g, part in ((g, _group(params, g)) for g in range(groups))
+        for g, part in ((g, group(params, g)) for g in range(groups))
     ]
     return QuantizedWeight(grid, torch.cat(rows, 1), params)
-
-
-def _group(params, index: int):
-    return replace(params, **{name: value[:, index] for name, value in vars(params).items()})
 
 
 # ---- what is trained of a linear

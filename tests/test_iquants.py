@@ -97,14 +97,14 @@ def test_zeros_leave_what_follows_in_its_place():
 def test_neighbours_are_those_at_the_smallest_distances(name):
     grid = named(name)
     book = grid.book
-    around = book.neighbours
+    starts, counts, ids = book.neighbours
     for number in range(0, len(book.found), 997):
         point = torch.tensor([number // book.base**k % book.base for k in range(book.size)])
         distance = (book.digits - point[:, None]).square().sum(0)
         reach = distance.unique()[grid.distances - 1]
         wanted = sorted((int(d), k) for k, d in enumerate(distance) if d <= reach)
-        start, count = around.start[number], around.count[number]
-        assert around.ids[start : start + count].tolist() == [k for _, k in wanted]
+        start, count = starts[number], counts[number]
+        assert ids[start : start + count].tolist() == [k for _, k in wanted]
     assert torch.equal(book.found[book.number(book.digits)], torch.arange(book.digits.shape[1]))
 
 

@@ -3,9 +3,8 @@
 Scales are rounded to float16, as stored, before weights are rounded with them.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -71,9 +70,6 @@ class AffineGrid(WholeLevels):
             tensors = [scale, zero, weight, each_row(importance.sqrt(), len(weight))]
             for_each(self._search, list(zip(*(tensor.split(rows) for tensor in tensors), strict=True)))
         return AffineParams(self._storable(scale).float(), zero)
-
-    def plain(self) -> Self:
-        return replace(self, search=False, clip=False)
 
     def describe(self) -> str:
         return f"{self.bits} bit, groups of {self.group_size}"

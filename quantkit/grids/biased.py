@@ -41,7 +41,7 @@ class BiasedGrid(WholeLevels):
     clip: bool = False
     floating = "scale", "bias"
 
-    describe, plain = AffineGrid.describe, AffineGrid.plain  # they look at fields that both have
+    describe = AffineGrid.describe  # it looks at fields that both have
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> BiasedParams:
         start = AffineGrid(self.bits, self.group_size, symmetric=False, search=self.search)

@@ -113,9 +113,6 @@ class Float8Grid(Grid):
             best, least = torch.where(better, scale, best), torch.where(better, missed, least)
         return best
 
-    def plain(self) -> Self:
-        return replace(self, search=False)
-
     def nearest(self, weight: Tensor, params: Float8Params) -> Tensor:
         def work(rows: Tensor, scale: Tensor) -> Tensor:
             return nearest(rows / scale[:, None]).mul_(scale[:, None])

@@ -85,9 +85,6 @@ class Fp4Grid(Fp4Levels):
     bits = 4
     many = True
 
-    def plain(self) -> Self:
-        return replace(self, search=False)
-
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Fp4Params:
         cost = None if importance is None else each_row(importance, len(weight)).t()
         return self.fit_columns(weight.t().contiguous(), cost)

@@ -82,7 +82,8 @@ class Grid:
 
     def plain(self) -> Self:
         """Return a grid with the same values but without a search of the range."""
-        return self
+        searched = {name: False for name in ("search", "clip") if getattr(self, name, None) is True}
+        return dataclasses.replace(self, **searched) if searched else self
 
     def round(self, weight: Tensor, params: Params) -> Tensor:
         """Return the nearest codes, uint8 `[rows, group_size]`. This one is for grids without a low."""
@@ -166,7 +167,7 @@ class Grid:
 
 def each_of(change: Callable[..., Tensor], first: Params, *others: Params) -> Params:
     """Return parameters in which `change` was applied to the corresponding tensors of all arguments."""
-    names = [field.name for field in dataclasses.fields(first)]
+    names = [name for name, part in vars(first).items() if part is not None]
     return dataclasses.replace(
         first, **{name: change(*(getattr(part, name) for part in (first, *others))) for name in names}
     )

@@ -180,7 +180,34 @@ class Layout(ABC):
         return None
 
     def checked_spec(self, tensors: Mapping[str, Any]) -> LinearSpec:
-        return checked_spec(tensors, self)
+        """Return shape, bits and groups of a linear after comparing its stored tensors with `tensors`.
+
+        Scales may have any float type, and a scalar may replace a tensor with one number. Decoders check
+        nothing else. Raises QuantkitError if a tensor differs, or if the bits or groups contradict the
+        configuration.
+        """
+        try:
+            spec = self.sizes(tensors)
+            table = self.tensors(spec)
+        except (ArithmeticError, IndexError, ValueError) as error:
+            shapes = ", ".join(f"{suffix} {list(tensor.shape)}" for suffix, tensor in tensors.items())
+            raise damaged(tensors, f"{shapes} do not fit one another") from error
+        wrong = [f"{suffix} is not expected" for suffix in tensors.keys() - table.keys() - set(self.optional)]
+        for suffix in tensors.keys() & table.keys() - set(self.texts):
+            (dtype, shape), (needed, size) = stored_as(tensors[suffix]), table[suffix]
+            if (dtype != needed and not {dtype, needed} <= FLOATS) or (shape or (1,)) != (size or (1,)):
+                wrong.append(f"{suffix} is {dtype} {list(shape)} instead of {needed} {list(size)}")
+        if wrong:
+            raise damaged(tensors, ", ".join(sorted(wrong)))
+        for suffix in table.keys() - tensors.keys() - set(self.optional):
+            tensors[suffix]  # raises the mapping's own error
+        if configured := self.numbers:
+            actual, columns = (spec.grid.bits, spec.grid.group_size), spec.in_features
+            groups = [-(-columns // (size or columns)) for _, size in (configured, actual)]
+            if configured[0] != actual[0] or groups[0] != groups[1]:
+                why = f"quantization_config says {in_words(configured)}, the tensors have {in_words(actual)}"
+                raise damaged(tensors, why)
+        return spec
 
     def nbytes(self, spec: LinearSpec) -> int:
         """Return the bytes that one quantized linear takes on disk."""
@@ -301,37 +328,6 @@ def stored_as(tensor: Any) -> tuple[str, tuple[int, ...]]:
     """Return dtype and shape of a tensor or header; the dtype as in safetensors headers, such as `BF16`."""
     dtype = tensor.dtype if isinstance(tensor.dtype, str) else DTYPES[str(tensor.dtype)[len("torch.") :]]
     return dtype, tuple(tensor.shape)
-
-
-def checked_spec(tensors: Tensors, holder: Any) -> LinearSpec:
-    """Return shape, bits and groups of a linear after comparing its stored tensors with `holder.tensors`.
-
-    Scales may have any float type, and a scalar may replace a tensor with one number. holder: a layout or a
-    form. Decoders check nothing else. Raises QuantkitError if a tensor differs, or if the bits or groups
-    contradict the configuration.
-    """
-    try:
-        spec = holder.sizes(tensors)
-        table = holder.tensors(spec)
-    except (ArithmeticError, IndexError, ValueError) as error:
-        shapes = ", ".join(f"{suffix} {list(tensor.shape)}" for suffix, tensor in tensors.items())
-        raise damaged(tensors, f"{shapes} do not fit one another") from error
-    wrong = [f"{suffix} is not expected" for suffix in tensors.keys() - table.keys() - set(holder.optional)]
-    for suffix in tensors.keys() & table.keys() - set(getattr(holder, "texts", ())):
-        (dtype, shape), (needed, size) = stored_as(tensors[suffix]), table[suffix]
-        if (dtype != needed and not {dtype, needed} <= FLOATS) or (shape or (1,)) != (size or (1,)):
-            wrong.append(f"{suffix} is {dtype} {list(shape)} instead of {needed} {list(size)}")
-    if wrong:
-        raise damaged(tensors, ", ".join(sorted(wrong)))
-    for suffix in table.keys() - tensors.keys() - set(holder.optional):
-        tensors[suffix]  # raises the mapping's own error
-    if configured := getattr(holder, "numbers", None):
-        actual, columns = (spec.grid.bits, spec.grid.group_size), spec.in_features
-        groups = [-(-columns // (size or columns)) for _, size in (configured, actual)]
-        if configured[0] != actual[0] or groups[0] != groups[1]:
-            why = f"quantization_config says {in_words(configured)}, the tensors have {in_words(actual)}"
-            raise damaged(tensors, why)
-    return spec
 
 
 def in_words(numbers: Numbers) -> str:

@@ -27,7 +27,7 @@ from quantkit.errors import (
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.biased import BiasedGrid, BiasedParams
 from quantkit.grids.ggml import named
-from quantkit.grids.ggml.params import Scale
+from quantkit.grids.ggml.params import BlockParams
 from quantkit.grids.grid import Grid, QuantizedWeight
 from quantkit.inspection import clients, verify
 from quantkit.inspection.record import describe
@@ -213,7 +213,7 @@ def _encoded(layout: Layout, to: str, weight: QuantizedWeight) -> dict[str, Tens
         codes = weight.codes - zero.repeat_interleave(size, 1) + grid.offset
         d = scale.repeat_interleave(size, 1)[:, :: grid.group_size].half().float()
         codes = codes.clamp(0, 2 * grid.offset - 1).to(torch.uint8)
-        weight = QuantizedWeight(grid, codes, Scale(d))
+        weight = QuantizedWeight(grid, codes, BlockParams(d))
     if to == "mlx":
         params = BiasedParams(scale.half(), (-scale * zero).half())
         weight = QuantizedWeight(grid, weight.codes, params)

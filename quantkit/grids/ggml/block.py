@@ -142,7 +142,7 @@ class BlockGrid(WholeLevels):
         fitted = {"scales": scales}
         steps = (params.d * scales)[:, None]  # [candidates, 1, rows]
         low = steps.new_zeros(1)
-        if isinstance(params, stored.SubScalesAndMins):  # codes for the present min, then their min
+        if params.mins is not None:  # codes for the present min, then their min
             low = params.dmin * params.mins[:, k]
             above = importance @ _errors(self, weight, steps, low) / importance.sum() + low
             unit = torch.where(params.dmin == 0, torch.inf, params.dmin)
@@ -160,15 +160,15 @@ class BlockGrid(WholeLevels):
         return map_rows(self._values, torch.float32, codes, *params.steps())
 
     def scaled(self, params: Any, factor: Tensor) -> Any:
-        return replace(params, **{n: stored.half(part * factor) for n, part in stored.halves(params).items()})
+        return replace(params, **{n: stored.half(part * factor) for n, part in params.halves().items()})
 
     def clipped(self, params: Any) -> int:
-        sizes = [part.abs() for part in stored.halves(params).values()]
+        sizes = [part.abs() for part in params.halves().values()]
         return sum(int(((size >= stored.HALF_MAX) | (size == stored.HALF_MIN)).sum()) for size in sizes)
 
     def floats(self, params: Any) -> dict[str, Tensor]:
         """Return d, dmin and m of every ggml block; scales and mins of sub-blocks are integers."""
-        return stored.halves(params)
+        return params.halves()
 
     def _storable(self, value: Tensor) -> Tensor:
         return stored.half(value.clamp(-stored.HALF_MAX, stored.HALF_MAX))

@@ -19,25 +19,13 @@ TAIL = 1 << 12  # distances below which the rest of the neighbours is looked at 
 DISTANCES_AT_ONCE = 1 << 20  # distances that are looked at together
 
 
-@dataclass(frozen=True)
-class Neighbours:
-    """Neighbours of points that are not in the book. Point p has the neighbours `ids[start[p]:][:count[p]]`,
-    nearest first; of equally near ones, in the order of the book. int64 `[points]` and `[all]`."""
-
-    start: Tensor
-    count: Tensor
-    ids: Tensor
-
-
 @dataclass(frozen=True, eq=False)
 class CodeBook:
     """digits: int64 `[vector_size, vectors]`, each from 0 to base - 1. magnitudes: float `[base]`, of the
-    digits. found: int64 `[base ** vector_size]`, index in the book by a vector's number, -1 if it is not in
-    the book. reach: a point's neighbours are the vectors at its `reach` smallest distances."""
+    digits. reach: a point's neighbours are the vectors at its `reach` smallest distances."""
 
     digits: Tensor
     magnitudes: Tensor
-    found: Tensor
     reach: int
 
     @property
@@ -62,8 +50,16 @@ class CodeBook:
         return number
 
     @cached_property
-    def neighbours(self) -> Neighbours:
-        """For numbers point the book's vectors at the `reach` smallest distances."""
+    def found(self) -> Tensor:
+        """Index in the book by a vector's number, int64 `[base ** vector_size]`; -1 if it is not there."""
+        found = torch.full((self.base**self.size,), -1, device=self.digits.device)
+        found[self.number(self.digits)] = torch.arange(self.digits.shape[1], device=found.device)
+        return found
+
+    @cached_property
+    def neighbours(self) -> tuple[Tensor, Tensor, Tensor]:
+        """start, count, ids, int64 `[points]`, `[points]`, `[all]`: neighbours `ids[start[p]:][:count[p]]` of
+        point p, nearest first; of equally near ones, in the order of the book."""
         numbers = torch.arange(self.base**self.size)
         places = torch.stack([numbers // self.base**k % self.base for k in range(self.size)], 1).float()
         vectors = self.digits.cpu().float()
@@ -81,7 +77,7 @@ class CodeBook:
             ids.append(place[order])
         count = torch.cat(counts)
         parts = count.cumsum(0) - count, count, torch.cat(ids)
-        return Neighbours(*(part.to(self.digits.device) for part in parts))
+        return tuple(part.to(self.digits.device) for part in parts)
 
 
 @cache
@@ -93,17 +89,12 @@ def named(type_name: str, reach: int = 1) -> CodeBook:
     kind.init_grid()
     values = torch.from_numpy(np.array(kind.grid)).view(kind.grid_shape).t().contiguous()
     magnitudes = torch.tensor(kind.grid_map, dtype=torch.float32)
-    digits = torch.searchsorted(magnitudes, values)
-    book = CodeBook(digits, magnitudes, torch.empty(0, dtype=torch.int64), reach)
-    found = torch.full((book.base**book.size,), -1)
-    found[book.number(digits)] = torch.arange(digits.shape[1])
-    return CodeBook(digits, magnitudes, found, reach)
+    return CodeBook(torch.searchsorted(magnitudes, values), magnitudes, reach)
 
 
 @cache
 def _on_device(book: CodeBook, device: torch.device) -> CodeBook:
-    parts = (part.to(device) for part in (book.digits, book.magnitudes, book.found))
-    return CodeBook(*parts, book.reach)
+    return CodeBook(book.digits.to(device), book.magnitudes.to(device), book.reach)
 
 
 def nearest_neighbour(
@@ -115,26 +106,24 @@ def nearest_neighbour(
     values: `[vector_size, vectors]`, values of the book's vectors, in units of `scale [n]`. Points are sorted
     by their number of neighbours, so that at each rank the points that have one more come first.
     """
-    around = book.neighbours
-    count, order = around.count[points].sort(descending=True)
-    start = around.start[points[order]]
+    starts, counts, ids = book.neighbours
+    count, order = counts[points].sort(descending=True)
+    start = starts[points[order]]
     x, weights, scale = x.index_select(1, order), weights.index_select(1, order), scale[order]
     most = int(count[0]) if len(count) else 0
     ranks = torch.arange(most, device=count.device)
     left = (len(count) - torch.searchsorted(count.flip(0), ranks, right=True)).tolist()
-    best, place = scale.new_full(scale.shape, torch.inf), around.ids[start] if most else start
+    best, place = scale.new_full(scale.shape, torch.inf), ids[start] if most else start
     for rank, n in enumerate(left):
         if n * (most - rank) <= TAIL:
-            _compare_rest(
-                around.ids, start[:n], count[:n], rank, best[:n], place[:n], x, weights, scale, values
-            )
+            _compare_rest(ids, start[:n], count[:n], rank, best[:n], place[:n], x, weights, scale, values)
             break
-        ids = around.ids[start[:n] + rank]
-        difference = values.index_select(1, ids).mul_(scale[:n]).sub_(x[:, :n])
+        candidates = ids[start[:n] + rank]
+        difference = values.index_select(1, candidates).mul_(scale[:n]).sub_(x[:, :n])
         cost = total(torch.mul(weights[:, :n], difference).mul_(difference))
         better = cost < best[:n]
         torch.where(better, cost, best[:n], out=best[:n])
-        torch.where(better, ids, place[:n], out=place[:n])
+        torch.where(better, candidates, place[:n], out=place[:n])
     return torch.empty_like(place).index_copy_(0, order, place)
 
 

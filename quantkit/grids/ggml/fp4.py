@@ -15,7 +15,7 @@ from torch import Tensor
 from quantkit.grids import fp4
 from quantkit.grids.fp4 import E4M3_MIN, Fp4Levels, MxFp4Grid, NvFp4Grid
 from quantkit.grids.ggml.block import BlockGrid, Blocks, Encoded, join, split
-from quantkit.grids.ggml.params import Scale
+from quantkit.grids.ggml.params import BlockParams
 from quantkit.grids.grid import Grid
 from quantkit.grids.levels import usable
 
@@ -59,18 +59,18 @@ class Mxfp4Blocks(Fp4Blocks):
 
     floats, untrained = Grid.floats, (fp4.POWERS_OF_TWO, "choose another type for the tensors to distill")
 
-    def fit(self, weight: Tensor, importance: Tensor | None = None) -> Scale:
-        return Scale(MxFp4Grid().fit(weight, importance).scale * HALF)
+    def fit(self, weight: Tensor, importance: Tensor | None = None) -> BlockParams:
+        return BlockParams(MxFp4Grid().fit(weight, importance).scale * HALF)
 
-    def scaled(self, params: Scale, factor: Tensor) -> Scale:
-        return Scale(MxFp4Grid()._storable(params.d / HALF * factor) * HALF)
+    def scaled(self, params: BlockParams, factor: Tensor) -> BlockParams:
+        return BlockParams(MxFp4Grid()._storable(params.d / HALF * factor) * HALF)
 
     def _encode(self, blocks: Blocks) -> Encoded:
         largest = blocks.x.abs().amax(0)  # C rounds the logarithm to float32 before the floor
         wide = largest.double() if largest.device.type == "cpu" else largest
         exponent = wide.log2().float().floor().clamp_(min=LEAST_HALF + 3).to(torch.int32) - 3
         d = torch.ldexp(torch.ones_like(largest), exponent)
-        yield Scale(d)
+        yield BlockParams(d)
         yield _codes(blocks.x, d)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quantkit.grids.ggml.block import BlockGrid, Blocks, Encoded, join, split
 from quantkit.grids.ggml.kquants import error_weights, mean_square
-from quantkit.grids.ggml.params import Scale, SubScales, half
+from quantkit.grids.ggml.params import BlockParams, half
 from quantkit.grids.ggml.search import EPSILON, extreme, inverse, over, refitted, total
 from quantkit.grids.levels import TableLevels, constant, usable
 
@@ -75,7 +75,7 @@ class Iq4NlGrid(TableGrid):
 
     def _encode(self, blocks: Blocks) -> Encoded:
         d = search(blocks.x, self._weights(blocks))
-        yield Scale(half(d))
+        yield BlockParams(half(d))
         yield nearest_codes(blocks.x * inverse(d))
 
 
@@ -90,7 +90,7 @@ class Iq4XsGrid(TableGrid):
         scale = search(x, split(self._weights(blocks), BLOCK)).view(-1, n)
         d = extreme(scale) / -32
         scales = (scale * inverse(d)).round_().clamp_(-32, 31).add_(0.0)
-        yield SubScales(half(d), scales.t())
+        yield BlockParams(half(d), scales.t())
         yield join(nearest_codes(x * inverse((d * scales).flatten())), n)
 
 

@@ -15,7 +15,7 @@ from quantkit.grids.ggml.block import BlockGrid, Blocks, Encoded, join, split
 from quantkit.grids.ggml.codebook import CodeBook, nearest_neighbour
 from quantkit.grids.ggml.kquants import SUPER_BLOCK, error_weights, mean_square
 from quantkit.grids.ggml.nearest import SIGNS, VectorSearch
-from quantkit.grids.ggml.params import SubScales, half
+from quantkit.grids.ggml.params import BlockParams, half
 from quantkit.grids.ggml.search import finite, make_qp, over, single, square_root, times, total
 from quantkit.grids.grid import by_rows, each_row, map_rows
 from quantkit.grids.levels import usable
@@ -73,7 +73,7 @@ class CodeBookGrid(BlockGrid):
         middles = (book.magnitudes[1:] + book.magnitudes[:-1]) * (self.unit / 2)
         out.copy_(torch.bucketize(levels.abs(), middles).mul_(2).add_(levels < 0))
 
-    def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> SubScales:
+    def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> BlockParams:
         """Return parameters `[out, groups]` for `weight [out, in]`, found faster than by ggml: scales suit
         the magnitudes, whether or not the vectors are in the book (docs/measurements/gguf.md)."""
         blocks = weight.reshape(-1, self.sub_size).abs()
@@ -84,7 +84,7 @@ class CodeBookGrid(BlockGrid):
         step = step.view(len(weight), -1, self.group_size // self.sub_size)
         d = half(step.amax(2) / (LARGEST_SCALE + 0.5))
         scales = (step / usable(d)[..., None]).sub_(0.5).round_().add_(0.5).clamp_(*self.scale_range)
-        return SubScales(d, scales)
+        return BlockParams(d, scales)
 
     def _steps_of(self, x: Tensor, weights: Tensor) -> Tensor:
         """Return each row's best step, `[rows]`, if every magnitude is rounded on its own."""
@@ -107,20 +107,20 @@ class CodeBookGrid(BlockGrid):
         `nearest(y, start)` and `cost(missed)` take levels `[vector_size, n]`."""
         return VectorSearch(self.book.to(metric.device), self.unit, self.even, metric)
 
-    def moved(self, params: SubScales, k: int, change: Tensor | int) -> SubScales:
+    def moved(self, params: BlockParams, k: int, change: Tensor | int) -> BlockParams:
         """Return parameters in which the scale of sub-block k grows by `change`, `[rows]` or one number."""
         scales = params.scales.clone()
         scales[:, k] = (scales[:, k] + change).clamp_(*self.scale_range)
-        return SubScales(params.d, scales)
+        return BlockParams(params.d, scales)
 
-    def with_step(self, params: SubScales, k: int, step: Tensor) -> SubScales:
+    def with_step(self, params: BlockParams, k: int, step: Tensor) -> BlockParams:
         """Return parameters in which the step of sub-block k is as near as possible to `step [rows]`."""
         scales = params.scales.clone()
         unit = torch.where(params.d == 0, torch.inf, params.d)
         scales[:, k] = (step / unit).sub_(0.5).round_().add_(0.5).clamp_(*self.scale_range).nan_to_num_(0.5)
-        return SubScales(params.d, scales)
+        return BlockParams(params.d, scales)
 
-    def round(self, weight: Tensor, params: SubScales) -> Tensor:
+    def round(self, weight: Tensor, params: BlockParams) -> Tensor:
         """Return codes of the vectors with the least squared error, uint8 `[rows, group_size]`."""
         search = self.search_in(torch.eye(SIGNS, device=weight.device))
 
@@ -146,7 +146,7 @@ class CodeBookGrid(BlockGrid):
         d = scale.amax(0) / (2 * LARGEST_SCALE + 1)
         factor = finite(over(1, d))
         scales = (scale * factor).sub_(1).mul_(0.5).round_().clamp_(0, LARGEST_SCALE).add_(0.5)
-        yield SubScales(half(d * self.search.fudge), scales.t())
+        yield BlockParams(half(d * self.search.fudge), scales.t())
         yield join(digits.mul_(2).add_(negative), n)
 
     def _weights(self, blocks: Blocks) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quantkit.grids.ggml import search
 from quantkit.grids.ggml.block import BlockGrid, Blocks, Encoded, join, split
-from quantkit.grids.ggml.params import SubScales, SubScalesAndMins, half
+from quantkit.grids.ggml.params import BlockParams, half
 from quantkit.grids.ggml.search import WITH_IMPORTANCE, Plan, total
 
 SUPER_BLOCK = 256
@@ -62,7 +62,7 @@ class MinGrid(BlockGrid):
             both = search.make_qp(torch.cat([scale, low], 1), share, self.scale_max)
             (d, dmin), (scales, mins) = (part.split(n, -1) for part in both)
         d, dmin = half(d), half(dmin)
-        yield SubScalesAndMins(d, dmin, scales.t(), mins.t())
+        yield BlockParams(d, scales.t(), dmin, mins.t())
         step = (d * scales).flatten()
         codes = (x + (dmin * mins).flatten()).div_(step).round_().clamp_(0, nmax)
         # every code has the same value where the step is 0: C keeps what the search had
@@ -90,7 +90,7 @@ class SignedGrid(BlockGrid):
         """Yield parameters, then codes rounded with them as stored. Columns whose step is 0 keep the codes of
         the search, `searched`, as in C."""
         d = half(d)
-        yield SubScales(d, scales.t())
+        yield BlockParams(d, scales.t())
         step = (d * scales).flatten()
         codes = (x / step).round_().clamp_(-self.offset, self.offset - 1).add_(self.offset)
         yield join(torch.where(step == 0, searched, codes), len(d))

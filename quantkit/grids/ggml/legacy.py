@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quantkit.grids.ggml.block import BlockGrid, Blocks, Encoded
 from quantkit.grids.ggml.kquants import error_weights
-from quantkit.grids.ggml.params import Scale, ScaleAndMin, half
+from quantkit.grids.ggml.params import BlockParams, half
 from quantkit.grids.ggml.search import WITH_IMPORTANCE, extreme, inverse, lowest, make_qkx, make_qx, total
 
 BLOCK = 32
@@ -35,12 +35,12 @@ class ScaleGrid(BlockGrid):
     def _encode(self, blocks: Blocks) -> Encoded:
         if blocks.importance is None:
             d = extreme(blocks.x) / -self.offset
-            yield Scale(half(d))
+            yield BlockParams(half(d))
             codes = scaled(blocks.x, d, -torch.inf).add_(self.offset + 0.5)
             yield codes.clamp_(0, 2 * self.offset - 1).trunc_()
         else:
             d, codes = make_qx(blocks.x, row_weights(blocks), self.offset)
-            yield from (Scale(half(d)), codes)
+            yield from (BlockParams(half(d)), codes)
 
 
 class ScaleAndMinGrid(BlockGrid):
@@ -51,11 +51,11 @@ class ScaleAndMinGrid(BlockGrid):
         if blocks.importance is None:
             m = lowest(x)
             d = (x.amax(0) - m).add_(0.0) / levels  # never -0
-            yield ScaleAndMin(half(d), half(m))
+            yield BlockParams(half(d), m=half(m))
             yield scaled(x - m, d, -torch.inf).add_(0.5).clamp_(0, levels).trunc_()
         else:
             d, low, codes = make_qkx(x, row_weights(blocks), levels, WITH_IMPORTANCE)
-            yield from (ScaleAndMin(half(d), half(-low)), codes)
+            yield from (BlockParams(half(d), m=half(-low)), codes)
 
 
 class Q8Grid(BlockGrid):
@@ -65,7 +65,7 @@ class Q8Grid(BlockGrid):
 
     def _encode(self, blocks: Blocks) -> Encoded:
         d = blocks.x.abs().amax(0) / 127
-        yield Scale(half(d))
+        yield BlockParams(half(d))
         codes = scaled(blocks.x, d, 0.0)
         codes.add_(torch.full((), BELOW_HALF, device=codes.device).copysign(codes))  # ties go away from zero
         yield codes.trunc_().add_(self.offset)

@@ -97,7 +97,7 @@ class CompressedTensorsLayout(Layout):
         return self._form(tensors).decode(tensors, self.checked_spec(tensors))
 
     def checked_spec(self, tensors: Mapping[str, Any]) -> LinearSpec:
-        return layouts.checked_spec(tensors, self._form(tensors))
+        return self._form(tensors).checked_spec(tensors)
 
     def sizes(self, tensors: Tensors) -> LinearSpec:
         return self._form(tensors).sizes(tensors)
@@ -183,6 +183,7 @@ class Renamed(CompressedTensorsLayout):
     whole_blocks: sides of a matrix that have no partial blocks."""
 
     code_part = "weight"
+    checked_spec = Layout.checked_spec
 
     def check(self, spec: LinearSpec) -> str | None:
         block = self.form.block or 1
@@ -214,9 +215,6 @@ class Renamed(CompressedTensorsLayout):
         self, tensors: Tensors, bias: Tensor | None, values: Tensor, products: bool
     ) -> nn.Module | None:
         return super().module(self.translated(tensors), bias, values, products)
-
-    def checked_spec(self, tensors: Mapping[str, Any]) -> LinearSpec:
-        return layouts.checked_spec(tensors, self)
 
     def sizes(self, tensors: Mapping[str, Any]) -> LinearSpec:
         return self.form.sizes({self.form.CODES[0]: tensors[self.code_part]})

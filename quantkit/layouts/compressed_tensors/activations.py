@@ -49,7 +49,9 @@ def rounded(hidden: Tensor, numbers: Numbers, scale: Tensor | None = None) -> Te
     if numbers.is_fp4:
         return _rounded_fp4(groups, scale).flatten(-2).to(hidden.dtype)
     scale = _scale(groups, numbers) if numbers.dynamic else scale.to(hidden.dtype)
-    return _rounded(groups, numbers, scale).flatten(-2)
+    if numbers.kind == "float":
+        return nearest((groups / scale).float()).to(hidden.dtype).mul_(scale).flatten(-2)
+    return ((groups / scale).clamp(-128, 127).round() * scale).flatten(-2)
 
 
 def _scale(hidden: Tensor, numbers: Numbers) -> Tensor:
@@ -58,12 +60,6 @@ def _scale(hidden: Tensor, numbers: Numbers) -> Tensor:
         return mx_scale(hidden.abs().amax(-1, keepdim=True), TOP)
     scale = hidden.abs().amax(-1, keepdim=True) / (LARGEST_FLOAT8 if numbers.kind == "float" else 127.5)
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
-
-
-def _rounded(hidden: Tensor, numbers: Numbers, scale: Tensor) -> Tensor:
-    if numbers.kind == "float":
-        return nearest((hidden / scale).float()).to(hidden.dtype).mul_(scale)
-    return (hidden / scale).clamp(-128, 127).round() * scale
 
 
 def _rounded_fp4(groups: Tensor, divisor: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ made. Format: compressed-tensors 0.20 `compressors`, `quant_scheme.py`.
 from dataclasses import dataclass
 from typing import Any, Self
 
-from quantkit.layouts import LinearSpec, Statistic, Tensors, Width, spec_of_shape
+from quantkit.layouts import Layout, LinearSpec, Statistic, Tensors, Width, spec_of_shape
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,7 @@ class Form:
     Linears with equal forms share a config group.
 
     NAME: `format` of the config group. LABEL: name in `inspect`. SUFFIXES: all tensors it may store. CODES:
-    the tensor with the codes, and its dtype. optional: suffixes that may be absent. floats: suffixes with
-    floating-point parameters. needs: statistics of inputs that the form stores; the peak arrives as
-    `QuantizedWeight.input_peak`.
+    the tensor with the codes, and its dtype. optional, floats, needs: as in Layout.
     """
 
     NAME: str
@@ -66,6 +64,7 @@ class Form:
     needs: frozenset[Statistic] = frozenset()
     block: int | None = None  # rows and columns that share a scale; None: one scale per row
     no_experts: str | None = None  # why no client reads experts in this form
+    checked_spec, texts, numbers = Layout.checked_spec, (), None
 
     def of(self, spec: LinearSpec) -> Self:
         """Return the form of one linear, with its own bits and groups."""

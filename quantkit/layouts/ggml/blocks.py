@@ -1,6 +1,5 @@
 """ggml blocks as they lie in a GGUF file: rows of blocks, little-endian, made of the parts in `parts.py`."""
 
-from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -16,7 +15,7 @@ from quantkit.grids.ggml.block import BlockGrid
 from quantkit.grids.ggml.fp4 import E4m3Scales, Nvfp4Blocks
 from quantkit.grids.ggml.iquants import CodeBookGrid
 from quantkit.grids.ggml.nearest import SIGNS
-from quantkit.grids.ggml.params import HALF_MAX, Scale, ScaleAndMin, SubScales, SubScalesAndMins
+from quantkit.grids.ggml.params import HALF_MAX, BlockParams
 from quantkit.grids.grid import flat, is_finite, matrix
 from quantkit.grids.parallel import by_chunks
 from quantkit.layouts.ggml.parts import BLOCKS
@@ -114,7 +113,7 @@ def pack(grid: BlockGrid, codes: Tensor, params: Any) -> Tensor:
     """Return bytes `[out, row_bytes]` of codes uint8 `[out, in]` and parameters `[out, groups, ...]`."""
     params = flat(params)
     grouped = codes.reshape(-1, grid.group_size)
-    values = {field.name: getattr(params, field.name) for field in fields(params)}
+    values = {name: part for name, part in vars(params).items() if part is not None}
     if "mins" in values:
         values["scales_and_mins"] = torch.cat([params.scales, params.mins], 1).to(torch.uint8)
     elif "scales" in values and not isinstance(params, E4m3Scales):
@@ -141,8 +140,7 @@ def unpack(grid: BlockGrid, encoded: Tensor, scale: Tensor | None = None) -> tup
         stored["scales"] = stored["scales"].float() - SCALE_BIAS.get(grid.name, 0)
     if "scales_and_mins" in stored:
         stored["scales"], stored["mins"] = stored.pop("scales_and_mins").float().chunk(2, 1)
-    kinds = {frozenset(field.name for field in fields(kind)): kind for kind in PARAMS}
-    return codes, matrix(kinds[frozenset(stored)](**stored), len(encoded))
+    return codes, matrix(BlockParams(**stored), len(encoded))
 
 
 @cache
@@ -174,6 +172,3 @@ def _codes(grid: CodeBookGrid, places: Tensor, signs: Tensor) -> Tensor:
         bits[..., -1] = bits[..., :-1].sum(-1) & 1
     digits = grid.book.to(places.device).digits[:, places].permute(1, 2, 0).flatten(1)
     return (2 * digits + bits.flatten(1)).to(torch.uint8)
-
-
-PARAMS = (Scale, ScaleAndMin, SubScales, SubScalesAndMins)

@@ -34,8 +34,8 @@ class Checkpoint:
 
     infos: file and offset (TensorInfo) by tensor name. config: the model's configuration without
     quantization. layout: decodes quantized linears; None for a plain checkpoint. notes: remarks on the
-    files, which a job prints. seen: state of each file, recorded before reading. A head tied to the embedding
-    has no tensor (see `head.py`).
+    files, which a job prints. packed: names of the stored tensors of each packed linear, by suffix. seen:
+    state of each file, recorded before reading. A head tied to the embedding has no tensor (see `head.py`).
     """
 
     source: str
@@ -46,25 +46,25 @@ class Checkpoint:
     layout: layouts.Layout | None
     trust_remote_code: bool = False
     notes: tuple[str, ...] = ()
-    _quantized: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
+    packed: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
     seen: Mapping[Path, State] = field(default_factory=dict, repr=False)
 
     def with_tensors(self, infos: dict[str, TensorInfo], layout: layouts.Layout) -> Checkpoint:
         """Return the same model with other tensors, such as a staged block before the output exists."""
         packed = layouts.group_by_linear(layout, infos)
-        return replace(self, infos=infos, layout=layout, _quantized=packed)
+        return replace(self, infos=infos, layout=layout, packed=packed)
 
     def with_changed(self, infos: dict[str, TensorInfo]) -> Checkpoint:
         """Return the same model with some tensors replaced by the unpacked tensors `infos`."""
-        packed = {name: parts for name, parts in self._quantized.items() if f"{name}.weight" not in infos}
-        return replace(self, infos=self.infos | infos, _quantized=packed)
+        packed = {name: parts for name, parts in self.packed.items() if f"{name}.weight" not in infos}
+        return replace(self, infos=self.infos | infos, packed=packed)
 
     @cached_property
     def names(self) -> list[str]:
         """Return the names of all tensors as in a plain checkpoint: `X.weight` for packed `X.*`."""
-        parts = {name for parts in self._quantized.values() for name in parts.values()}
+        parts = {name for parts in self.packed.values() for name in parts.values()}
         plain = [name for name in self.infos if name not in parts]
-        return plain + [f"{linear}.weight" for linear in self._quantized]
+        return plain + [f"{linear}.weight" for linear in self.packed]
 
     @property
     def name(self) -> str:
@@ -96,17 +96,12 @@ class Checkpoint:
         """Return the stored bytes of each quantized weight, scales included: {`X.weight`: bytes}."""
         return {
             f"{linear}.weight": sum(self.infos[stored].nbytes for stored in parts.values())
-            for linear, parts in self._quantized.items()
+            for linear, parts in self.packed.items()
         }
-
-    @property
-    def packed(self) -> list[str]:
-        """Return the names of the linears that are stored as packed codes."""
-        return list(self._quantized)
 
     def is_quantized(self, name: str) -> bool:
         """Return whether `name` (`X.weight`) is stored as packed codes."""
-        return name.removesuffix(".weight") in self._quantized
+        return name.removesuffix(".weight") in self.packed
 
     def plain_dtype(self, name: str) -> str | None:
         """Return the stored type of `name`, such as `BF16`; None if it is packed."""
@@ -114,7 +109,7 @@ class Checkpoint:
 
     def stored_as(self, name: str) -> list[str]:
         """Return the names of the stored tensors that make up `name`: itself, or a packed linear's parts."""
-        packed = self._quantized.get(name.removesuffix(".weight"))
+        packed = self.packed.get(name.removesuffix(".weight"))
         return list(packed.values()) if packed else [name]
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -130,7 +125,7 @@ class Checkpoint:
     def parts(self, name: str) -> PackedLinear:
         """Return the stored tensors of a packed linear (`X.weight`), by suffix."""
         linear = name.removesuffix(".weight")
-        names = self._quantized[linear]
+        names = self.packed[linear]
         return PackedLinear(linear, {suffix: self.load(stored) for suffix, stored in names.items()})
 
     def stores_rows(self, name: str) -> bool:

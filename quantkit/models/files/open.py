@@ -53,7 +53,7 @@ def open_checkpoint(
         layout=layout,
         trust_remote_code=trust_remote_code,
         notes=(tied.note,) if tied.note else (),
-        _quantized=layouts.group_by_linear(layout, infos),
+        packed=layouts.group_by_linear(layout, infos),
     )
     files = {
         folder / CONFIG,

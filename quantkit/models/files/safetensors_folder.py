@@ -193,8 +193,7 @@ def read_index(path: Path) -> dict[str, str]:
             raise ValueError(f"names of more than {LONGEST_TENSOR} characters")
         if not all(isinstance(name, str) for name in weight_map.values()):
             raise TypeError("shard names must be strings")
-        for name in weight_map.values():
-            name.encode()  # no lone surrogates
+        "".join(weight_map.values()).encode()  # no lone surrogates
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, KeyError, TypeError) as error:

@@ -124,7 +124,7 @@ class GgufCheckpoint(Checkpoint):
             for name, info in infos.items()
             if info and info.dtype in TYPES and info.dtype not in SCALED and not info.pieces
         }
-        return replace(self, layout=GgmlLayout(), _quantized=packed)
+        return replace(self, layout=GgmlLayout(), packed=packed)
 
     def parts(self, name: str) -> PackedLinear:
         """Return the ggml blocks `[out, row_bytes]` of a packed linear (`X.weight`), rows in the model's

@@ -237,13 +237,10 @@ def _fitting(name: str, shape: Sequence[int], first_choice: str, unscaled: str |
     """Return the type itself, or a replacement if its ggml blocks do not divide the columns or llama.cpp
     ignores its scale."""
     columns, block = shape[-1] if len(shape) > 1 else 1, BLOCKS[first_choice][0]  # a vector is one column
-    if unscaled:
-        type = _fitting(name, shape, "Q8_0").type
-        return Choice(name, type, first_choice, unscaled, nbytes(type, shape) - nbytes(first_choice, shape))
-    if columns % block == 0:
+    if not unscaled and columns % block == 0:
         return Choice(name, first_choice)
     type = file_types.FALLBACKS.get(first_choice, LAST_RESORT)
     if columns % BLOCKS[type][0]:
         type = LAST_RESORT
-    reason = f"{columns} columns are no multiple of {block}"
+    reason = unscaled or f"{columns} columns are no multiple of {block}"
     return Choice(name, type, first_choice, reason, nbytes(type, shape) - nbytes(first_choice, shape))

@@ -243,9 +243,15 @@ class Skeleton:
         memory.
         """
         self.part(spec.block, spec.local)
+
+        def install(parts: dict[str, Tensor]) -> Tensor:
+            block = self.blocks[spec.block]
+            return self._loader.install(block, spec.local, layout, parts, spec.name, decoded)
+
         if keeper := self.keepers.get(spec.block):
-            keeper.keep(spec.local, layout, spec.name, again or partial(dict, packed), decoded)
-        return self._loader.install(self.blocks[spec.block], spec.local, layout, packed, spec.name, decoded)
+            read = again or partial(dict, packed)
+            keeper.keep(spec.local, lambda: install(self._loader.placed(read())))
+        return install(packed)
 
     def free(self) -> None:
         """Release the memory of the whole model; its parameters return to the meta device."""

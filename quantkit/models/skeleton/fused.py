@@ -6,12 +6,12 @@ of the stored one, with the names of families that store experts one by one.
 """
 
 import inspect
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
@@ -90,17 +90,15 @@ class Fused:
                     what += f": {info.shape[0]} experts instead of {expected[0]}"
                 raise QuantkitError(what, "config.json and weights belong to different models")
             transposed = not transposed
-        columns = info.shape[1 if transposed else 2] if matrices else None
-        rows = len(range(info.shape[2 if transposed else 1])[outputs])
-        shape = (rows, columns) if matrices else (rows,)
-        nbytes = math.prod(shape) * DTYPE_BYTES.get(info.dtype, 1)
+        rest = (slice(None), outputs) if transposed else (outputs,)
+        view = torch.empty(info.shape[1:], device="meta")[rest]
+        shape = tuple(view.t().shape if transposed else view.shape)
+        nbytes = view.numel() * DTYPE_BYTES.get(info.dtype, 1)
         directory = self.directory(info.name)
         slices = {}
         for expert in range(expected[0]):
-            index = (expert, slice(None), outputs) if transposed else (expert, outputs)
-            index = (*index, slice(None)) if matrices and not transposed else index
             name = f"{directory}.{expert}.{part}"
-            values = partial(_sliced, info, index, transposed)
+            values = partial(_sliced, info, (expert, *rest), transposed)
             slices[name] = Computed(name, info.dtype, shape, info.file, info.offset, nbytes, values, info)
         return slices
 

@@ -17,13 +17,11 @@ import greenlet
 import torch
 from torch import Tensor, nn
 
-from quantkit.layouts import Layout
 from quantkit.models.machine import expert_share
 from quantkit.models.machine.device import free_memory, is_accelerator
 from quantkit.models.machine.memory import return_freed_pages
 from quantkit.models.skeleton.loading import Loader, give_up
 
-Parts = dict[str, Tensor]
 T = TypeVar("T")
 
 
@@ -71,7 +69,7 @@ class Keeper:
         self.capacity = expert_share.IN_MEMORY * expert_share.largest_expert(shapes)  # weights
         self._loaded: OrderedDict[str, ExpertLinear] = OrderedDict()  # in order of last use
         self._given_up = 0  # bytes released since the last heap trim
-        self._installed: dict[str, tuple[Layout, str, Callable[[], Parts], bool]] = {}  # by `keep`
+        self._installed: dict[str, Callable[[], object]] = {}  # by `keep`
         self._changed: dict[str, Callable[[], Tensor]] = {}  # replace other stored parameters
         self._lent: list[str] = []
         self._pause: Callable[[], object] | None = None
@@ -105,8 +103,7 @@ class Keeper:
             fetched.tensors[name] = self._changed[name]().to(self._loader.dtype)
         self._loader.load(self._block, fetched)
         if kept:
-            layout, stored, again, decoded = kept
-            self._loader.install(self._block, local, layout, self._loader.placed(again()), stored, decoded)
+            kept()
 
     def _give_up(self, local: str) -> None:
         self._given_up += self._loaded.pop(local).weight.nbytes
@@ -115,12 +112,9 @@ class Keeper:
             self._given_up = 0
             return_freed_pages()
 
-    def keep(
-        self, local: str, layout: Layout, stored: str, again: Callable[[], Parts], decoded: bool
-    ) -> None:
-        """Make linear `local` compute with packed parts in place of the stored weight, as `Skeleton.install`
-        says; `again` returns them when needed."""
-        self._installed[local] = layout, stored, again, decoded
+    def keep(self, local: str, install: Callable[[], object]) -> None:
+        """Call `install` whenever linear `local` is needed, instead of reading its stored weight."""
+        self._installed[local] = install
 
     def keep_changed(self, name: str, again: Callable[[], Tensor]) -> None:
         """Replace a parameter of a linear: from now on `again` returns its values."""
