@@ -17,6 +17,7 @@ def made(tiny_model, tmp_path):
     """A folder that names base and licence, made from a snapshot in the hub's cache."""
     source = tiny_model("llama", name="models--org--tiny/snapshots/0123")
     (source / "README.md").write_text(HEAD)
+    (source / "LICENSE[1].txt").write_text("free")  # no pattern
     jobs.quantize("nf4", source, tmp_path / "out")
     return tmp_path / "out"
 
@@ -54,6 +55,7 @@ def test_what_quantkit_wrote_is_sent_and_nothing_else(made, push, hub_server):
     }
     repo = hub_server.repos["models/org/new"]
     sent, manifest = repo.revisions[SHA], json.loads((made / "quantkit.json").read_text())
+    assert "LICENSE[1].txt" in sent
     assert repo.state == "private" and sent.keys() == {*manifest["files"], "quantkit.json", "README.md"}
     assert all(sent[name] == (made / name).read_bytes() for name in sent)
     assert "from_pretrained('org/new')" in ModelCard(sent["README.md"].decode()).text

@@ -1,5 +1,6 @@
 """Upload a verified checkpoint to the hub, with the token of huggingface_hub: `hf auth login` or HF_TOKEN."""
 
+import glob
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -51,7 +52,7 @@ def push(source: str, repo: str, private: bool, revision: str | None, listen: Li
                 api.upload_file(path_or_fileobj=path.with_name(name), path_in_repo=name, **to)
             made = api.upload_file(path_or_fileobj=card.path_of(path), path_in_repo=card.CARD, **to)
         else:
-            names = [MANIFEST, card.CARD, *(row["name"] for row in verified["files"])]
+            names = [MANIFEST, card.CARD, *(glob.escape(row["name"]) for row in verified["files"])]
             made = api.upload_folder(folder_path=path, allow_patterns=names, **to)
     except hub.faults() as error:
         unanswered = isinstance(error, errors.HTTPError) and not isinstance(error, errors.HfHubHTTPError)
