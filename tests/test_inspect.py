@@ -373,6 +373,8 @@ def test_of_a_missing_shard_the_others_are_told(made, tmp_path, quantkit):
         assert 0 < record["integrity"]["tensors"] < len(checkpoint.infos)
         assert not any(row["loads"] for row in record["clients"])
     assert record["integrity"]["notes"] == ["values were not read: the checkpoint is damaged"]
+    second = quantkit("inspect", made / "gptq", folder, "--deep", "--json", "-q")
+    assert json.loads(second.out)["integrity"] == record["integrity"]
     for shard in shards[2:] + shards[:1]:
         shard.unlink()
     assert quantkit("inspect", folder, "-q").code == 3  # nothing is left to tell of

@@ -22,6 +22,7 @@ def at(
         return [problem for model in records for problem in model["integrity"]["problems"]]
 
     if deep and problems():
+        made = next(model for model in records if model["integrity"]["problems"])
         made["integrity"]["notes"] = ["values were not read: the checkpoint is damaged"]
     elif deep or other is not None:
         from quantkit.inspection import values
