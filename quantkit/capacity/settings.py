@@ -9,12 +9,12 @@ from typing import Any
 
 from quantkit.capacity import Unsupported
 from quantkit.errors import UNSUPPORTED, QuantkitError, require
+from quantkit.inspection.names import CONTEXT
 
 LARGEST_SIZE = 1 << 40  # largest plausible size; larger ones mean a damaged config.json
 MOST_LAYERS = 10_000
 # Names of one number in different families; a file needs only one of them.
 HEADS = ("num_attention_heads", "n_head", "n_heads")
-CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Parses names of parameters, in checkpoints and GGUF files."""
+"""Parses names of parameters, in checkpoints and GGUF files, and of a number in config.json."""
 
 import re
 from collections.abc import Iterable
@@ -14,6 +14,15 @@ PARTS = {  # the first pattern that matches a name counts
     "other": r"",
 }
 IN_BLOCK = re.compile(r"^(?P<stack>.*?)\.(?P<block>\d+)\.(?P<local>.*)$")
+# Names of one number of config.json: how many tokens the model was made for.
+CONTEXT = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "n_ctx",
+    "seq_length",
+)
 EXPERT = re.compile(r"\bexperts\.\d+\.")
 
 

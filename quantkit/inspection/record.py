@@ -10,13 +10,12 @@ from typing import Any
 from quantkit import layouts
 from quantkit.errors import QuantkitError
 from quantkit.inspection import clients, integrity
-from quantkit.inspection.names import is_linear, language_stack, of_experts, part_of, split, starred
+from quantkit.inspection.names import CONTEXT, is_linear, language_stack, of_experts, part_of, split, starred
 from quantkit.inspection.stored import Weight, tokenizer_of, weights_of
 from quantkit.models.files.headers import Contents
 from quantkit.models.files.safetensors_folder import natural
 
 SCHEMA = "quantkit.inspect/2"
-CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 STATE = re.compile(r"\.(conv1d|conv|short_conv|A_log|dt_bias|time_decay)\b")  # convolutions, state spaces
 TOWERS = ("vision_config", "audio_config")
 EXPERT = re.compile(r"\.experts\.\d+\.|_exps\.")  # the latter: in GGUF files
