@@ -81,6 +81,9 @@ def _check_finished(auto, folder: Path, asked: list[str], signed: str) -> None:
     before, typed = _files(folder), ["--bpw", "4.2", *asked, "--resume"]
     assert auto(*typed) == {"schema": "quantkit.auto/1", "output": "found", "finished": True}
     assert auto(*typed, "--search-streams", "3")["finished"] and auto(*typed, "--dry-run")["refused"] is None
+    assert auto(*typed, "--overwrite")["finished"], "as for other jobs"
+    said = auto(*typed, "--recipe-out", "more.yaml", code=2)
+    assert "found is finished, but more.yaml was not written\nhint: leave more.yaml out, or search" in said
     for other in (["--bpw", "5", *asked], [*typed, "--limit", "9"], [*typed, "--exclude", "k_proj"]):
         said = auto(*other, "--resume", code=2)
         assert "found is the finished output of another job; different: options, model or texts" in said

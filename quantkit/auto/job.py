@@ -89,11 +89,16 @@ class Auto:
     @cached_property
     def is_finished(self) -> bool:
         """Whether --resume finds the output finished. Raises QuantkitError if another job made the output."""
-        path = gguf_shards.first(self.output)
-        if not self.request.resume or self.request.overwrite or not path.exists():
+        path, options = gguf_shards.first(self.output), self.request.options
+        if not self.request.resume or not path.exists():
             return False
+        if self.request.overwrite:  # as for other jobs, a finished output is this command's
+            return not self.staging.folder.exists()
         same = (headers.at(str(path), path).manifest or {}).get("searched") == self.searched
         finished.refuse_other(path, [] if same else ["options, model or texts of the search"])
+        for more in filter(None, (options.recipe_out, options.sensitivities)):
+            hint = f"leave {more} out, or search again with --overwrite"
+            require(more.exists(), f"{path} is finished, but {more} was not written", hint, USAGE)
         return True
 
     def check_output(self) -> None:

@@ -104,7 +104,6 @@ class Engine:
             command = [self.python, "-X", "utf8", *program]
             pipes = {"stdin": asked, "stdout": subprocess.PIPE, "stderr": log, "start_new_session": True}
             with subprocess.Popen(command, env=_environment(), cwd="/", **pipes) as process:
-                threading.Thread(target=_end_with, args=(process,), daemon=True).start()
 
                 def logits(batch: int, span: tuple[int, slice]) -> Tensor:
                     values = torch.empty(span[1].stop - span[1].start, columns)
@@ -114,7 +113,8 @@ class Engine:
                         raise Declined(ended, "try fewer tokens with --ctx and --limit", RUNTIME)
                     return values.to(device)
 
-                try:
+                try:  # at once: an interrupt from here on ends the engine
+                    threading.Thread(target=_end_with, args=(process,), daemon=True).start()
                     if (facts := _facts(process.stdout, log)) is None:
                         what, code = f"{what}: {_reason(process, log)}", UNSUPPORTED
                         hint = f"quantkit inspect {checkpoint.source} lists engines, and what they need"
