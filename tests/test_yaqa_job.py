@@ -9,6 +9,7 @@ from torch import nn
 
 from quantkit.quantize import loop
 from quantkit.quantize.calibrate import curvature
+from quantkit.quantize.calibrate.measure import Measuring
 from quantkit.quantize.calibrate.view import Transformed
 from quantkit.quantize.solvers.yaqa import UNREACHED
 from quantkit.quantize.staging.blocks import StagedBlocks
@@ -36,6 +37,27 @@ def test_goes_on_with_the_gradients_of_the_run_before(tiny_model, quantkit, monk
     assert done.code == 0, done.err
     whole, out = (tmp_path / name / "model.safetensors" for name in ("whole", "out"))
     assert whole.read_bytes() == out.read_bytes()
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_second_moments_are_of_the_weighted_tokens(tiny_model, quantkit, monkeypatch, method):
+    """All weights but one are 0, so every H of the blocks has rank 1."""
+    ranks, finished = {}, Measuring.finished
+
+    def weights(self, block, names):
+        return torch.zeros(64).index_fill(0, torch.tensor([37]), 1.0)
+
+    def rank(self, site, sums):
+        statistics = finished(self, site, sums)
+        ranks[self.block.index, site] = torch.linalg.matrix_rank(statistics.hessian, rtol=1e-4).item()
+        return statistics
+
+    monkeypatch.setattr(curvature.Curvatures, "weights", weights)
+    monkeypatch.setattr(Measuring, "finished", rank)
+    model = tiny_model("llama", tokenizer=True, **SIZES)
+    done = quantkit(method, model, *OPTIONS, "-o", "out")
+    assert done.code == 0, done.err
+    assert len(ranks) == 8 and set(ranks.values()) == {1}
 
 
 def test_a_file_that_was_changed_is_noticed(tmp_path):

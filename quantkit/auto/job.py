@@ -44,7 +44,7 @@ MEASURED_IN = "float32"  # rounding hidden states to 16 bit adds divergence, whi
 KEPT_IN = torch.bfloat16  # type of the usual weights; much finer than the candidates' rounding
 # Manifest and model card, whose recipe names many linears, in all and per linear: SmolLM2's 210 take 207 kB.
 MANIFEST_BYTES, LINEAR_BYTES = 6144, 1152
-RECIPE = "recipe.yaml"  # copy of --recipe-out, so that --resume knows the file
+RECIPE = "recipe.yaml"  # of each choice, and a copy of --recipe-out, so that --resume knows the file
 STREAMS_SHARE = 0.25  # share of the free memory for streams
 
 
@@ -146,8 +146,8 @@ class Auto:
         return self.fixed_bytes + (0 if self.space.method.name == "gguf" else manifest)
 
     def recipe(self, values: Mapping[str, Any], description: str = "", searched: str = "") -> str:
-        """Return the recipe as YAML. values: of a choice, by dotted keys. searched: see there. The recipe
-        also names the solver and excludes held-out calibration sequences."""
+        """Return the recipe as YAML. values: of a choice, by dotted keys. searched: hash of the search. The
+        recipe also names the solver and excludes held-out calibration sequences."""
         import yaml
 
         options, typed = self.request.options, dict(self.request.typed)

@@ -40,13 +40,14 @@ class Staging(StagedBlocks):
 
     one_file: the output is a GGUF file, not a folder. follows: another rank writes, and this rank reads its
     staged blocks from a shared folder. This rank keeps its own, equal, parts of a block in a temporary folder
-    until the block is done, because experts that return into memory are read from there.
+    until the block is done, because experts that return into memory are read from there. ending: of the
+    folder's name. anew: words of hints on how to start again.
     """
 
     def __init__(self, output: Path, one_file: bool = False, follows: bool = False, ending: str = "partial"):
         super().__init__(output.parent / f"{output.name}.{ending}")
         self.output, self.one_file, self.follows = output, one_file, follows
-        self.anew = "start again with --overwrite"  # for hints
+        self.anew = "start again with --overwrite"
         self._own: StagedBlocks = self
         self._lock = None
         self._replaces = False
@@ -245,7 +246,8 @@ class Staging(StagedBlocks):
         self.sums = self._writer.submit(checksums.of_folder, self.assembled)
 
     def publish(self, made: Path | None = None) -> None:
-        """Sync the output `made` (`assembled`), rename it to its final path, and remove the staging folder.
+        """Sync the output at `made`, by default `assembled`, rename it to its final path, and remove the
+        staging folder.
 
         Raises QuantkitError if another output appeared at the final path.
         """
