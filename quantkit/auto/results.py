@@ -48,7 +48,7 @@ class Search:
 
     def __init__(self, auto: Auto, losses: allocation.Losses, progress: Progress):
         self._auto, self._losses, self._progress = auto, losses, progress
-        self._hash = auto.searched
+        self._prepared = auto  # the Auto whose source is hashed
         self._steps, self._most_steps = 1, cost.most_steps(auto)  # the first step measured sensitivities
         self._scale = 1.0  # of predictions
         size = auto.request.options.max_size
@@ -160,7 +160,7 @@ class Search:
         progress = self._progress
         bits = bits_per_weight(auto.units, preset.choice)
         described = f"{auto.request.source} at {bits:.3f} bits per weight for {auto.request.options.engine}"
-        written = auto.recipe(preset.values, description=described, searched=self._hash)
+        written = auto.recipe(preset.values, description=described, searched=self._prepared.searched)
         path = self._auto.staging.folder / folder / auto.output.name
         self._next_step()
         own = path.parent / RECIPE
