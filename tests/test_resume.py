@@ -5,9 +5,11 @@ start. `tests/test_stops.py` sends signals at every step of every method,
 scripts/reliability.py kills at random.
 """
 
+import fcntl
 import json
 import re
 import shlex
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -20,6 +22,7 @@ import yaml
 from jobs import contents
 from nights import by_day, nightly
 
+from quantkit.errors import QuantkitError
 from quantkit.quantize.outputs import folder as folder_output
 from quantkit.quantize.staging import blocks as staged_blocks
 from quantkit.quantize.staging import parts
@@ -340,6 +343,22 @@ def test_one_process_at_a_time(forker, workplace, reference, quantkit, tmp_path,
     assert code == 1 and "out.partial is in use by another process" in said
     assert process.wait(forked.PATIENCE) == 0, forked.said(tmp_path)
     assert contents(tmp_path / "out") == reference
+
+
+def test_a_folder_that_another_job_removes_while_its_lock_is_taken(monkeypatch, tmp_path):
+    """The lock of a removed file locks nothing: the next job makes the folder and takes its lock again."""
+    flock, staging = fcntl.flock, Staging(tmp_path / "out")
+
+    def removed_first(*arguments) -> None:
+        monkeypatch.undo()
+        shutil.rmtree(staging.folder)
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", removed_first)
+    with staging.opened({"quantkit": "", "source_sha256": None}, resume=False):
+        assert sorted(path.name for path in staging.folder.iterdir()) == ["fingerprint.json", "lock"]
+        with pytest.raises(QuantkitError, match="in use by another process"):
+            Staging(tmp_path / "out")._acquire()
 
 
 # ---- the same twice

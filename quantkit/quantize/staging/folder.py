@@ -109,7 +109,6 @@ class Staging(StagedBlocks):
         what = f"{self.folder} holds another job; different: {name_all(different)}"
         hint = f"repeat the options of the first run, or {self.anew}"
         require(not different, what, hint, USAGE)
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._acquire()
         try:
             if self._restore():  # the check before this one saw no output
@@ -136,13 +135,18 @@ class Staging(StagedBlocks):
             self._signed = fingerprint
 
     def _acquire(self) -> None:
-        """Take the folder's lock. It is released when the process ends, if not before."""
-        self._lock = open(self.folder / "lock", "w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            what = f"{self.folder} is in use by another process"
-            raise QuantkitError(what, "wait until it is done") from error
+        """Make the folder and take its lock, which is released when the process ends, if not before."""
+        taken, path = None, self.folder / "lock"
+        while taken is None or taken != may_replace.identity(path):  # the last job may just remove the folder
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(path, "w")
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                what = f"{self.folder} is in use by another process"
+                raise QuantkitError(what, "wait until it is done") from error
+            status = os.fstat(self._lock.fileno())
+            taken = status.st_dev, status.st_ino
 
     def _restore(self) -> bool:
         """Move a replaced output back if its job ended before the new one was in place; return whether."""
