@@ -13,6 +13,7 @@ import pytest
 import torch
 from jobs import error_of
 from nights import nightly
+from safetensors.torch import load_file, save_file
 
 from quantkit.errors import NOT_FOUND, QuantkitError
 from quantkit.models.files.gguf_file import read_header
@@ -69,6 +70,19 @@ def test_every_tensor_is_what_the_file_says(tiny_model, family, type):
     sizes = {info.name: info.nbytes for info in checkpoint.infos.values()}
     assert sum(sizes.values()) == sum(t.n_bytes for t in gguf.GGUFReader(path).tensors)
     assert checkpoint.disk_bytes == path.stat().st_size
+
+
+def test_norms_that_a_file_stores_with_1_added_are_read_in_float32(tiny_model):
+    """Gemma 3 270M's norms reach 40. In bfloat16, 1 + w has fewer digits after the point than w."""
+    folder = tiny_model("gemma3", query_pre_attn_scalar=16)
+    stored = load_file(folder / "model.safetensors")
+    torch.manual_seed(0)
+    for name, tensor in stored.items():
+        stored[name] = (4 * torch.randn(tensor.shape) if tensor.ndim == 1 else tensor).to(torch.bfloat16)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    checkpoint = open_checkpoint(str(gguf_files.export(folder, folder.with_suffix(".gguf"), "BF16")))
+    for name, tensor in stored.items():
+        assert torch.equal(checkpoint.read(name, torch.bfloat16), tensor), name
 
 
 def test_configuration_of_a_file_by_llama_cpp_s_own_tools(tiny_model):

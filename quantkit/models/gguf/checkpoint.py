@@ -56,9 +56,11 @@ class GgmlTensor(TensorInfo):
             for piece, values in zip(self.pieces, parts, strict=True):
                 piece.target.part.of(whole).copy_(values)
             return whole
-        values, target = self._decoded(dtype), self.target
-        if target.changed:
-            values = target.to_hf(values).to(dtype or torch.float32)
+        target = self.target
+        if target.changed:  # in float32: Gemma's norms are stored with 1 added
+            values = target.to_hf(self._decoded(torch.float32)).to(dtype or torch.float32)
+        else:
+            values = self._decoded(dtype)
         if target.single:
             values = values[:, None]
         return values.t().contiguous() if target.conv1d else values
