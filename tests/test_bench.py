@@ -15,6 +15,7 @@ import bench_runs
 import gguf_files
 import psutil
 import pytest
+import torch
 import transformers
 from bench_runs import SMALL, checked, measured, subject
 
@@ -23,7 +24,7 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine import processor
 from quantkit.serving.bench import measure, memory, prompts, runners, show, worker
 from quantkit.serving.bench.record import record
-from quantkit.serving.bench.settings import BenchSettings
+from quantkit.serving.bench.settings import BenchSettings, Workload
 from quantkit.serving.engines import choose
 from quantkit.serving.engines import transformers as engine
 
@@ -192,6 +193,19 @@ def test_nothing_is_loaded_that_does_not_fit(tiny_model, monkeypatch):
     assert [event["event"] for event in events] == ["refused", "refused"]
     assert "0.30 MB of memory are free" in events[0]["message"]
     assert "of weights, " in events[0]["message"]
+
+
+def test_the_cache_of_llama_cpp_is_counted_as_it_is_allocated(tmp_path, tiny_model):
+    """5 + 4 tokens of a sequence take the room of 256."""
+    path = gguf_files.export(tiny_model("llama", num_hidden_layers=1), tmp_path / "model.gguf")
+    opened, work = measure.open_subject(str(path)), Workload(100, 5)
+    messages = [
+        worker.refusal(opened, SimpleNamespace(device=device, dtype="float16", packed=True), work, 4, free=0)
+        for device in (None, torch.device("cpu"))
+    ]
+    # 2 bytes, keys and values, 1 layer, 2 heads of 16, 100 sequences
+    assert 2 * 2 * 32 * 256 * 100 == 3_276_800 and "3.28 MB of keys and values" in messages[0]
+    assert 2 * 2 * 32 * 9 * 100 == 115_200 and "0.12 MB of keys and values" in messages[1]
 
 
 @pytest.mark.parametrize(("capable", "dtype"), [(False, "float32"), (True, "bfloat16")])

@@ -24,8 +24,6 @@ from quantkit.serving.engines import EngineFacts, llamacpp
 from quantkit.serving.engines import transformers as engine
 from quantkit.serving.engines.choose import installed
 
-PAD = 256  # llama.cpp rounds a sequence's cache up to a multiple of this
-
 
 @dataclass(frozen=True)
 class Timing:
@@ -105,7 +103,7 @@ class LlamaCppRunner:
 
         request = {"prompt": [list(prompt) for prompt in prompts], "n_predict": tokens, "ignore_eos": True}
         self._session.stream(request | {"cache_prompt": False, "timings_per_token": True}, receive)
-        padded = -(-(work.prompt + tokens) // PAD) * PAD  # allocated for every sequence in advance
+        padded = llamacpp.padded(work.prompt + tokens)  # allocated for every sequence in advance
         kv_bytes = cache_bytes(self._subject.path, padded, self.dtype)
         return arrival_timing(began, arrivals, work.batch * tokens, kv_bytes and work.batch * kv_bytes)
 
@@ -120,7 +118,7 @@ class LlamaCppRunner:
             slots=work.batch,
             threads=self._settings.cores,
             kv_dtype=self.dtype,
-            device=self._settings.device,
+            device=choose_device(self._settings.device).type,
         )
         settings.n_batch = max(settings.n_batch, work.batch * work.prompt)  # all prompts in one batch
         settings.cache_ram_mib, settings.cache_idle_slots = 0, False  # else prompts of earlier runs are kept

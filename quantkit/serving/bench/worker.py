@@ -32,6 +32,7 @@ from quantkit.serving.bench.measure import Subject
 from quantkit.serving.bench.memory import Meter
 from quantkit.serving.bench.runners import RUNNERS, Runner
 from quantkit.serving.bench.settings import BenchSettings, Workload
+from quantkit.serving.engines import llamacpp
 from quantkit.tables import megabytes
 
 Event = dict[str, Any]
@@ -103,7 +104,8 @@ def refusal(subject: Subject, runner: Runner, work: Workload, tokens: int, free:
         return f"{needed} exceed the model's context of {subject.context}"
     decoded = int(subject.parameters * kv_types.TYPES[runner.dtype].nbytes)
     weights = subject.size["weight_bytes"] if runner.packed else decoded
-    cache = work.batch * (cache_bytes(subject.path, work.prompt + tokens, runner.dtype) or 0)
+    length = work.prompt + tokens if runner.device else llamacpp.padded(work.prompt + tokens)
+    cache = work.batch * (cache_bytes(subject.path, length, runner.dtype) or 0)
     if weights + cache > free:
         needed = f"{megabytes(weights)} of weights, {megabytes(cache)} of keys and values"
         return f"needs {needed}; {megabytes(free)} of memory are free"

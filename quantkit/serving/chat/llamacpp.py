@@ -15,7 +15,6 @@ from quantkit.serving.chat.session import Answer, Stream
 from quantkit.serving.chat.settings import ChatSettings
 from quantkit.serving.engines import EngineFacts, llamacpp
 
-CONTEXT_STEP = 256  # llama.cpp rounds contexts up to a multiple of this
 SAMPLING = ("temperature", "top_k", "top_p", "seed")  # names in llama.cpp's requests, too
 
 
@@ -28,7 +27,7 @@ class LlamaCppChat:
         device, kv_dtype = choose_device(settings.device).type, settings.kv_dtype or "float16"
         metadata, infos = gguf_file.read_header(path)
         self.template, self._bos = llamacpp.chat_template(metadata, template)
-        context = -(-context // CONTEXT_STEP) * CONTEXT_STEP
+        context = llamacpp.padded(context)
         self._server = llamacpp.LlamaCppServer(
             llamacpp.parameters(path, context, settings.cores, kv_dtype=kv_dtype, device=device)
         )

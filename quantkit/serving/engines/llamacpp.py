@@ -29,6 +29,11 @@ def version() -> str:
     return metadata.version(PACKAGE)
 
 
+def padded(tokens: int) -> int:
+    """Return the tokens of a sequence that llama.cpp allocates its cache for: a multiple of 256."""
+    return -(-tokens // 256) * 256
+
+
 def parameters(
     path: Path, context: int, threads: int, slots: int = 1, kv_dtype: str = "float16", device: str = "cpu"
 ) -> Any:
