@@ -24,6 +24,7 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluation.evaluate import check_comparable
 from quantkit.models.files.gguf_file import read_header
 from quantkit.models.files.open import open_checkpoint
+from quantkit.models.gguf import tokenizer_hash
 from quantkit.models.gguf.metadata import of_folder as metadata
 from quantkit.models.gguf.pre_tokenizers import BY_NAME, ROWS
 from quantkit.models.gguf.tokenizer import from_metadata
@@ -181,6 +182,18 @@ def test_the_demo_model(demo_model, llama):
     assert_same(tokenizer, llama(keys))
     assert_same(tokenizer, back := from_metadata(keys))
     assert tokenizer_sha256(back, 4096) == tokenizer_sha256(tokenizer, 4096)
+
+
+def test_a_tokenizer_that_copies_share_is_hashed_once(demo_model, monkeypatch):
+    """262,144 tokens take 4 seconds, and a model and its copies have the same."""
+    computed, rules = [], tokenizer_hash._rules
+    monkeypatch.setattr(tokenizer_hash, "_rules", lambda *_: computed.append(1) or rules(*_))
+    first, copy = (hf.AutoTokenizer.from_pretrained(demo_model) for _ in range(2))
+    wanted = tokenizer_sha256(first, 4095)
+    assert tokenizer_sha256(copy, 4095) == wanted and len(computed) == 1
+    assert tokenizer_sha256(copy, 4094) != wanted and len(computed) == 2
+    copy.add_tokens(["<new>"])
+    assert tokenizer_sha256(copy) != tokenizer_sha256(first) and len(computed) == 4
 
 
 # ---- checkpoints

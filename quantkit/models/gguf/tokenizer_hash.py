@@ -22,6 +22,8 @@ The quick brown fox jumps over the lazy dog.  Zwölf Boxkämpfer jagen Viktor qu
 שלום עולם, مرحبا بالعالم ١٢٣، नमस्ते दुनिया १२३। สวัสดีชาวโลก ៣៤ tiếng Việt
 👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 🇰🇷 ☕️ ½ Ⅷ x² → ∞ ≠ … “quotes” ‘n’ — €5\xa0m\u3000wide\r\n  end \n \n"""
 
+_LAST: dict[tuple[str, float], str] = {}  # of the last tokenizer: copies of a model often have the same
+
 
 def tokenizer_sha256(tokenizer, vocab_size: int | None = None) -> str:
     """Return a hash of the vocabulary and of how text is split. Equal hashes mean comparable perplexities.
@@ -30,10 +32,16 @@ def tokenizer_sha256(tokenizer, vocab_size: int | None = None) -> str:
     changes SAMPLE, so NFC does not. vocab_size: rows of the embedding; tokens beyond do not count.
     """
     size = math.inf if vocab_size is None else vocab_size
-    sample = tokenizer(SAMPLE, add_special_tokens=False, verbose=False)["input_ids"]
     # slow tokenizers do not give their merges; SAMPLE stands for them
-    rules = _rules(json.loads(tokenizer.backend_tokenizer.to_str()), size) if tokenizer.is_fast else []
-    return hashlib.sha256(repr((_vocabulary(tokenizer, size), sample, rules)).encode()).hexdigest()
+    stored = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else ""
+    if (known := (stored, size)) in _LAST:
+        return _LAST[known]
+    sample = tokenizer(SAMPLE, add_special_tokens=False, verbose=False)["input_ids"]
+    rules = _rules(json.loads(stored), size) if stored else []
+    found = hashlib.sha256(repr((_vocabulary(tokenizer, size), sample, rules)).encode()).hexdigest()
+    _LAST.clear()
+    _LAST.update({known: found} if stored else {})
+    return found
 
 
 def difference(first, other, vocab_sizes: tuple[int, int]) -> str:
