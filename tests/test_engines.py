@@ -194,6 +194,16 @@ def test_an_original_that_the_engine_does_not_read_is_no_error(tiny_model, make,
     assert "llama was not measured in the engine: llama.cpp does not run" in markdown(made)
 
 
+def test_a_file_is_verified_with_an_original_that_the_engine_does_not_read(tiny_model, make, quantkit):
+    """The noise is then that of quantkit's decode alone."""
+    pytest.importorskip("xllamacpp")
+    folder = tiny_model("llama", tokenizer=True)
+    make("gguf", folder, "-o", "out.gguf", "--type", "F16")
+    done = quantkit("verify", "out.gguf", "--base", folder, "--engine", "llama.cpp", "--json", "-q")
+    made = json.loads(done.out)["engine"]
+    assert made["original"] is None and made["agrees"]
+
+
 def test_llama_cpp_says_which_setting_it_does_not_have(tiny_model, make, refuse):
     pytest.importorskip("xllamacpp")
     make("gguf", tiny_model("llama", tokenizer=True), "-o", "out.gguf", "--type", "F16")

@@ -52,10 +52,12 @@ def check(engine: Engine, checkpoints: Sequence[Checkpoint], listen: Listener) -
     `difference` is the mean KL divergence in nats per token, `bound` the largest that counts as rounding:
     FACTOR or ROUNDED times the noise, and at least LEAST. The noise is the divergence of quantkit's decode
     from itself in the engine's dtype (`arithmetic`) or, if larger, of the engine from quantkit's decode of
-    the original model, the second of the checkpoints (`original`). Raises Declined if the engine does not
-    run one.
+    the original model, the second of the checkpoints (`original`; None if the engine reads no such files,
+    as llama.cpp reads no folders). Raises Declined if the engine does not run one.
     """
-    (facts, arithmetic, tokens), *others = (_difference(engine, each, listen) for each in checkpoints)
+    first, *others = checkpoints
+    run = [first, *(each for each in others if engine.reads(each))]
+    (facts, arithmetic, tokens), *others = (_difference(engine, each, listen) for each in run)
     difference, original = facts["difference"]["mean"], others[0][0]["difference"]["mean"] if others else None
     factor = ROUNDED if (checkpoints[0].layout or Layout).rounds_inputs else FACTOR
     bound = max(LEAST, factor * max(arithmetic, original or 0.0))

@@ -79,6 +79,10 @@ class Engine:
             raise QuantkitError(f"{path} has no package {package}, which runs {name}", hint, UNSUPPORTED)
         return Engine(name, path, _parsed(options))
 
+    def reads(self, checkpoint: Checkpoint) -> bool:
+        """Return whether the engine reads files of this kind at all: llama.cpp reads no folders."""
+        return self.name != "llama.cpp" or not checkpoint.folder.is_dir()
+
     @contextmanager
     def run(
         self, checkpoint: Checkpoint, windows: Windows, device: torch.device
@@ -89,7 +93,7 @@ class Engine:
         with the context. Raises Declined if the engine does not load the checkpoint.
         """
         path, what = checkpoint.folder, f"{self.name} does not run {checkpoint.source}"
-        if self.name == "llama.cpp" and path.is_dir():
+        if not self.reads(checkpoint):
             raise Declined(f"{what}: it reads GGUF files", "make one with quantkit gguf", UNSUPPORTED)
         request = {
             "model": str(path.absolute()), "windows": windows.ids.tolist(), "first": windows.first,
