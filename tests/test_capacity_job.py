@@ -1,5 +1,7 @@
 """What a job takes: the forecast from headers is the plan from the model's modules."""
 
+import json
+
 import pytest
 from families import FAMILIES, KINDS, save_model, save_tokenizer
 from jobs import quantize
@@ -117,7 +119,13 @@ def agree(family, method, tmp_path, monkeypatch, **other) -> None:
         return
     expected = jobs.prepare(request, Progress(), dry_run=True).plan
     assert found["above_interpreter_bytes"] == expected.memory_bytes
-    assert found["peak_memory_bytes"] == expected.memory_bytes + job.INTERPRETER_BYTES
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    python = job.INTERPRETER_BYTES + job.TOKEN_BYTES * vocabulary
+    assert (
+        found["peak_memory_bytes"]
+        == expected.memory_bytes + python
+        == expected.memory_bytes + job.python_bytes(vocabulary, False)
+    )
     assert (found["disk_bytes"], found["output_bytes"]) == (expected.disk_bytes, expected.output_bytes)
     assert found["dtype"] == expected.execution.dtype
     assert found["sequential"] in (expected.execution.sequential, None)
@@ -157,8 +165,10 @@ def test_a_job_that_needs_too_much_names_what_would_fit(monkeypatch):
     monkeypatch.setattr(methods, "available", lambda: ["gptq"])
     found = source.Source("a model", source.from_config(CONFIGS["Llama-2-7b"]), "config.json")
 
+    python = job.python_bytes(32_000, gguf=False)
+
     def with_room(gib: float) -> dict:
-        nbytes = int(gib * 2**30) + job.INTERPRETER_BYTES
+        nbytes = int(gib * 2**30) + python
         monkeypatch.setattr(job, "room", lambda: machine_memory.Room(nbytes))
         return job.of_model(found, Question(samples=512))["gptq"]
 
@@ -168,7 +178,7 @@ def test_a_job_that_needs_too_much_names_what_would_fit(monkeypatch):
     assert small["fits"] is False and tiny["remedy"] is None
     flags, nbytes = small["remedy"].values()
     assert flags == "--samples 256 --sequential repeat --states disk"
-    assert nbytes - job.INTERPRETER_BYTES <= 9 * 2**30 < small["above_interpreter_bytes"]
+    assert nbytes - python <= 9 * 2**30 < small["above_interpreter_bytes"]
 
 
 def test_times_on_this_machine_come_from_the_benchmark():

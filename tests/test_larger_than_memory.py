@@ -472,7 +472,7 @@ def test_a_limit_is_told_in_figures_of_one_moment_that_add_up(
     what = "the evaluation" if command == "eval" else "the job"
     told = re.fullmatch(
         "error: --max-memory of 100.00 MB is too small: "
-        rf"Python alone takes about 300.00 MB, {what} ([\d.]+) (kB|MB)",
+        rf"Python and tokenizer take about 300.00 MB, {what} ([\d.]+) (kB|MB)",
         error,
     )
     need = float(told[1]) * {"kB": 1e3, "MB": 1e6}[told[2]]

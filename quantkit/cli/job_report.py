@@ -8,7 +8,7 @@ from shlex import quote
 
 from rich.console import Console
 
-from quantkit.capacity.job import INTERPRETER_BYTES, seconds
+from quantkit.capacity.job import python_bytes, seconds
 from quantkit.capacity.show import duration
 from quantkit.errors import count, name_all
 from quantkit.evaluation.comparison.table import report
@@ -92,8 +92,11 @@ def print_plans(jobs: Sequence[Job]) -> None:
     memory, host = (max(getattr(plan, what) for plan in plans) for what in ("memory_bytes", "host_bytes"))
     where = f"about {megabytes(memory)} on {execution.device}, {megabytes(host)} on the host"
     if execution.device == "cpu":
-        python = megabytes(INTERPRETER_BYTES)
-        where = f"about {megabytes(memory + INTERPRETER_BYTES)} on the CPU, {python} of it Python itself"
+        source = jobs[0].checkpoint
+        python = python_bytes(source.text_config.vocab_size, source.folder.is_file())
+        where = (
+            f"about {megabytes(memory + python)} on the CPU, {megabytes(python)} of it Python and tokenizer"
+        )
     ranks = plans[0].ranks
     if ranks > 1:
         where += f", for each of {ranks} processes"

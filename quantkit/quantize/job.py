@@ -151,6 +151,10 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False, first: 
         known = first.calibration if first else None
         calibrated = known or calibrate(checkpoint, request, progress, loss_size)
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
+    held_back = None
+    if loss_size and not dry_run:  # before memory is planned: a tokenizer takes up to 0.5 GB
+        held_back = calibrated.held_back if calibrated else None
+        held_back = _held_back(checkpoint, held_back, loss_size, request.run.loss_tokens, progress)
     predicted = 4 * loss_size * vocabulary  # bytes of the original's predictions
     job_plan = plan.decide(skeleton, specs, method, request.run, tokens.shape, adopted, predicted)
     batch_size, fingerprint = job_plan.execution.batch_size, {}
@@ -164,10 +168,6 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False, first: 
         fingerprint |= {"experts": request.run.experts} if skeleton.is_mixture else {}
         check_equal(fingerprint)
     batches = list(distributed.share(tokens.split(batch_size))) if method.needs else [tokens]
-    held_back = None
-    if loss_size and not dry_run:
-        held_back = calibrated.held_back if calibrated else None
-        held_back = _held_back(checkpoint, held_back, loss_size, request.run.loss_tokens, progress)
     return Job(
         request, checkpoint, method, skeleton, specs, job_plan, calibrated, batches, staging, fingerprint,
         source_sha256, -(-len(tokens) // batch_size), held_back,

@@ -300,5 +300,5 @@ def check_memory(
     message = f"{what} needs about {size(need)} of memory{where}, {left} {whose or room().whose}"
     if limit and limit.left <= free and not where:
         message = f"--max-memory of {size(limit.nbytes)} is too small: "
-        message += f"Python alone takes about {size(limit.resident)}, {what} {size(need)}"
+        message += f"Python and tokenizer take about {size(limit.resident)}, {what} {size(need)}"
     raise QuantkitError(message, hint=f"use {remedy}", exit_code=RESOURCES)
