@@ -6,8 +6,8 @@
 All tools get the same original (scripts/real_models.py makes it), calibration tokens and group size, compute
 in the dtype of the weights with one thread, and use their default options apart from those in a row's name.
 quantkit reads each result and measures perplexity, KL divergence and top-1. A file of the model in
-scripts/peers keeps all rows: only missing rows are measured, figures are added text by text, and an interrupted run goes on
-with --keep. scripts/peer_pages.py prints pages from the rows.
+scripts/peers keeps all rows: only missing rows are measured, figures are added text by text, and an
+interrupted run goes on with --keep. scripts/peer_pages.py prints pages from the rows.
 
 Each tool runs in an environment of its own, made on the first run. Seconds of a row: from tokens to quantized
 weights (`cpu`), and with loading and saving (`whole`).
