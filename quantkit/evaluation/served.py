@@ -17,7 +17,8 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize.progress import Progress
 
 TOKENS = 256  # of the sequence that `check` compares
-FEWER = {"llama.cpp": 64}  # it says the probabilities of one token at a time, as text
+FEWER, FEWEST = 64, 16  # with llama.cpp: it gives the probabilities of one token at a time, as text
+PROBABILITIES = FEWER << 16  # that it gives in about a minute
 LEAST = 1e-4  # nats per token: divergences up to here are products in 16 bit, whatever the noise
 FACTOR = 10  # times the noise: kernels round at other places. Measured: 0.7 to 2, int4 in vLLM 6, K-quants 8
 ROUNDED = 3  # the same where clients round inputs. Measured: 0.8 to 1.2, with sums that overflow 8.8
@@ -83,10 +84,15 @@ def refuse(record: dict, base: str | None = None) -> None:
         raise QuantkitError(f"{what}rounding explains {number(made['bound'])}", hint, VERIFICATION, record)
 
 
+def length(engine: str, vocabulary: int) -> int:
+    """Return the tokens of the sequence that `check` compares."""
+    return min(FEWER, max(FEWEST, PROBABILITIES // vocabulary)) if engine == "llama.cpp" else TOKENS
+
+
 def _difference(engine: Engine, checkpoint: Checkpoint, listen: Listener) -> tuple[dict, float, int]:
     """Return an engine's difference from quantkit's decode, the divergence of that decode from itself in the
     engine's dtype (in float16 if it is float32 and inputs are rounded), and the number of tokens."""
-    tokens, chosen = FEWER.get(engine.name, TOKENS), frozenset({"kld"})
+    tokens, chosen = length(engine.name, checkpoint.text_config.vocab_size), frozenset({"kld"})
     ctx = min(tokens, checkpoint.context or tokens)
     text = windows.load(checkpoint, None, ctx, limit=ctx)
     model = StreamedModel.open(checkpoint, torch.float32, torch.device("cpu"))
