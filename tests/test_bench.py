@@ -204,8 +204,8 @@ def test_the_cache_of_llama_cpp_is_counted_as_it_is_allocated(tmp_path, tiny_mod
         for device in (None, torch.device("cpu"))
     ]
     # 2 bytes, keys and values, 1 layer, 2 heads of 16, 100 sequences
-    assert 2 * 2 * 32 * 256 * 100 == 3_276_800 and "3.28 MB of keys and values" in messages[0]
-    assert 2 * 2 * 32 * 9 * 100 == 115_200 and "0.12 MB of keys and values" in messages[1]
+    assert "3.28 MB of keys and values" in messages[0]  # 2 * 2 * 32 * 100 * 256 bytes
+    assert "0.12 MB of keys and values" in messages[1]  # 2 * 2 * 32 * 100 * 9
 
 
 @pytest.mark.parametrize(("capable", "dtype"), [(False, "float32"), (True, "bfloat16")])

@@ -2,6 +2,7 @@
 
 import json
 
+import gguf_files
 import pytest
 from families import FAMILIES, KINDS, save_model, save_tokenizer
 from jobs import quantize
@@ -10,7 +11,7 @@ from published import CONFIGS, gated
 from speed_of_tests import SPEED
 from test_experts_fused import MIXTURES
 
-from quantkit.capacity import duration, job, source, speed
+from quantkit.capacity import duration, formats, job, source, speed
 from quantkit.capacity.question import Question
 from quantkit.capacity.speed import of_machine  # not the one that conftest.py puts in its place
 from quantkit.errors import QuantkitError
@@ -22,7 +23,7 @@ from quantkit.models.machine.device import choose_dtype
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job as jobs
 from quantkit.quantize import methods
-from quantkit.quantize.prepare import memory
+from quantkit.quantize.prepare import memory, plan
 from quantkit.quantize.prepare.shapes import Shapes
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import replay
@@ -120,12 +121,7 @@ def agree(family, method, tmp_path, monkeypatch, **other) -> None:
     expected = jobs.prepare(request, Progress(), dry_run=True).plan
     assert found["above_interpreter_bytes"] == expected.memory_bytes
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-    python = job.INTERPRETER_BYTES + job.TOKEN_BYTES * vocabulary
-    assert (
-        found["peak_memory_bytes"]
-        == expected.memory_bytes + python
-        == expected.memory_bytes + job.python_bytes(vocabulary, False)
-    )
+    assert found["peak_memory_bytes"] == expected.memory_bytes + job.python_bytes(vocabulary, gguf=False)
     assert (found["disk_bytes"], found["output_bytes"]) == (expected.disk_bytes, expected.output_bytes)
     assert found["dtype"] == expected.execution.dtype
     assert found["sequential"] in (expected.execution.sequential, None)
@@ -161,10 +157,9 @@ def test_a_gpu_that_is_short_of_memory_keeps_states_on_the_host():
 
 def test_a_job_that_needs_too_much_names_what_would_fit(monkeypatch):
     """Of `--samples`, after what the job chooses by itself."""
-
+    formats.names()  # kept for later tests, with all methods
     monkeypatch.setattr(methods, "available", lambda: ["gptq"])
     found = source.Source("a model", source.from_config(CONFIGS["Llama-2-7b"]), "config.json")
-
     python = job.python_bytes(32_000, gguf=False)
 
     def with_room(gib: float) -> dict:
@@ -179,6 +174,35 @@ def test_a_job_that_needs_too_much_names_what_would_fit(monkeypatch):
     flags, nbytes = small["remedy"].values()
     assert flags == "--samples 256 --sequential repeat --states disk"
     assert nbytes - python <= 9 * 2**30 < small["above_interpreter_bytes"]
+
+
+@pytest.mark.parametrize("method", ["nf4", "gptq"])
+def test_the_tokenizer_is_loaded_before_memory_is_planned(tiny_model, tmp_path, monkeypatch, method):
+    """Else a job would plan with memory that its tokenizer takes later."""
+    loaded, decide = [], plan.decide
+
+    def watched(skeleton, *rest):
+        loaded.append("tokenizer" in vars(skeleton.checkpoint))
+        return decide(skeleton, *rest)
+
+    monkeypatch.setattr(plan, "decide", watched)
+    folder, text = tiny_model("llama", tokenizer=True), CalibrationOptions(samples=4, seqlen=32)
+    run = RunOptions(threads=1)
+    request = jobs.Request(str(folder), methods.create(method), text, run, output=tmp_path / "out")
+    jobs.prepare(request, Progress())
+    assert loaded == [True]
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_a_gguf_file_holds_its_tokens_twice(tiny_model, tmp_path, kind):
+    """In its header, too, also if no weight is quantized."""
+    folder = tiny_model("llama", tokenizer=True)
+    path = gguf_files.export(folder, tmp_path / "model.gguf", kind)
+    found, file = (job.of_model(source.read(str(place)), Question())["nf4"] for place in (folder, path))
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    for record, gguf in ((found, False), (file, True)):
+        python = record["peak_memory_bytes"] - record["above_interpreter_bytes"]
+        assert python == job.INTERPRETER_BYTES + job.TOKEN_BYTES * vocabulary * (2 if gguf else 1)
 
 
 def test_times_on_this_machine_come_from_the_benchmark():

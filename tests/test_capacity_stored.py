@@ -207,7 +207,7 @@ def test_a_float_gguf_file_is_planned_as_its_checkpoint(tmp_path, family):
     for name in ("bf16", "int8", "Q4_K_M", "Q8_0"):
         assert found["weights"][name]["bytes"] == whole["weights"][name]["bytes"], name
     for method, job in whole["job"].items():
-        for key in ("peak_memory_bytes", "dtype", "output_bytes", "needs", "reason"):
+        for key in ("above_interpreter_bytes", "dtype", "output_bytes", "needs", "reason"):
             assert found["job"][method].get(key) == job.get(key), (method, key)
 
 

@@ -11,7 +11,7 @@ from quantkit.capacity import Unsupported, duration, formats, source, speed
 from quantkit.capacity.duration import model_of
 from quantkit.capacity.parameters import DTYPE_BYTES, TABLES, Tensor
 from quantkit.capacity.question import Question
-from quantkit.capacity.source import Source
+from quantkit.capacity.source import GGUF, Source
 from quantkit.errors import QuantkitError, count
 from quantkit.layouts import Statistic
 from quantkit.models.machine import expert_share, processor
@@ -92,7 +92,7 @@ def _record(method: str, source: Source, question: Question, dtype: str | None =
     if dtype is None:
         dtype = compute_dtype("float32" if parameters.quantized else source.settings.stored_dtype, on_gpu)
     memory = device.memory_bytes if device else room().nbytes
-    python = python_bytes(source.settings.filled("vocab_size") or 0, source.layout == "gguf")
+    python = python_bytes(source.settings.filled("vocab_size") or 0, source.basis == GGUF)
     interpreter = 0 if on_gpu else python
     memory = memory and max(0, memory - interpreter)
     size = partial(_execution, work, source, DTYPE_BYTES[dtype], memory, on_gpu)

@@ -32,6 +32,7 @@ AS_IF_PACKED = (
 MOST_MODULES = 300_000  # layers times experts; more mean a damaged config.json
 FEWEST = 1000  # parameters; with fewer, the user forgot the unit
 NUMBER = r"(\d{1,16}(?:\.\d{0,16})?(?:E\+?\d{1,2})?)\s*([KMBT]?)"
+GGUF = "the GGUF header"  # as the basis of a source
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 FLOAT8, FLOATS = "F8", ("F", "BF")  # prefixes of type names
 NAMES = {  # part of a GGUF name -> usual name in checkpoints; the first match counts
@@ -103,7 +104,7 @@ def _of_headers(contents: Contents) -> Source:
     if gguf:
         latent = "kv_lora_rank" in contents.config  # no tensor has the width of its cache
         settings = Settings(contents.config, contents.config if latent else None)
-        entries, basis, layout = of_gguf(contents, settings), "the GGUF header", "gguf"
+        entries, basis, layout = of_gguf(contents, settings), GGUF, "gguf"
     elif quantization:
         entries = of_quantized(contents)
     else:

@@ -152,7 +152,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False, first: 
         calibrated = known or calibrate(checkpoint, request, progress, loss_size)
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
     held_back = None
-    if loss_size and not dry_run:  # before memory is planned: a tokenizer takes up to 0.5 GB
+    if loss_size and not dry_run:  # before memory is planned: a tokenizer may take 0.5 GB
         held_back = calibrated.held_back if calibrated else None
         held_back = _held_back(checkpoint, held_back, loss_size, request.run.loss_tokens, progress)
     predicted = 4 * loss_size * vocabulary  # bytes of the original's predictions
