@@ -995,7 +995,10 @@ def test_a_plan_says_what_becomes_of_an_output_that_exists(quantkit, model):
     replaced = quantkit(*asked, "--overwrite", "--dry-run", "-q").out
     assert "replaces the existing output " in " ".join(replaced.split()) and "refused" not in replaced
     Path("out.partial").mkdir()
+    Path("out.partial/fingerprint.json").write_text('{"quantkit": "0", "source_sha256": null}')
     Path("out").rename("elsewhere")
+    assert "refused" not in quantkit(*asked, "--dry-run", "-q").out  # of a job killed in its first block
+    Path("out.partial/block-00000.safetensors").touch()
     planned = quantkit(*asked, "--dry-run", "-q").out
     assert "out.partial holds an unfinished job: continue it with --resume" in " ".join(planned.split())
     assert "refused" not in quantkit(*asked, "--resume", "--dry-run", "-q").out

@@ -16,6 +16,7 @@ from quantkit.models.machine.device import tf32_products
 from quantkit.quantize.solvers.hessian import Indefinite, factorize
 
 TINY = torch.finfo(torch.float32).tiny
+SHARE_ROWS = 256  # largest sample of a linear's rows on which two halves of the text are compared
 Choice = Literal["shrink", "routed", "all"]  # the tokens that an expert's statistics come from
 
 
@@ -155,14 +156,14 @@ def retarget(weights: Sequence[Tensor], drift: Drift, damp: float) -> Sequence[T
 
     (GPTAQ, Li et al. 2025, arXiv:2504.02692, approximates this move column by column, without R.) XᵀX is
     damped as for error feedback. A regression fits noise, the more the wider the linear and the shorter the
-    text. The move is computed on two halves of the text and shrunk to the share on which they agree (Wiener's
-    linear shrinkage). Without a factorization of the Hessian, nothing moves.
+    text. The move is shrunk to the share on which two halves of the text agree (Wiener's linear shrinkage), in
+    an even sample of the rows. Without a factorization of the Hessian, nothing moves.
 
     Hand the drift over: `retarget(weights, statistics.pop(DRIFT), damp)`. Its Hessian, as large as the
     factor, is freed before the moves are computed.
     """
     order = torch.arange(weights[0].shape[1], device=weights[0].device)
-    sums, outputs = drift.halves, drift.outputs
+    halves, outputs = drift.halves, drift.outputs
     try:
         factor, *_ = factorize(drift.hessian, damp, order)
     except Indefinite:
@@ -170,12 +171,14 @@ def retarget(weights: Sequence[Tensor], drift: Drift, damp: float) -> Sequence[T
     del drift
     moved = []
     with tf32_products(factor.device):  # an error of a thousandth is far below the noise of the halves
+        move = torch.linalg.solve_triangular(factor, halves.sum(0).mT, upper=True)
+        move = torch.linalg.solve_triangular(factor.t(), move, upper=False).t()
         for weight in weights:
-            halves = sums if outputs else weight @ sums  # [2, out, in]
-            # Δ H Δᵀ of a move Δ is the square of these, [in, out]; both at once would copy the factor twice
-            first, second = (torch.linalg.solve_triangular(factor, half.mT, upper=True) for half in halves)
-            move = torch.add(first, second, out=first.new_empty(first.shape))
-            share = 4 * first.mul_(second).sum() / move.square().sum().clamp(min=TINY)
-            move = torch.linalg.solve_triangular(factor.t(), move, upper=False).t()
-            moved.append(torch.addcmul(weight, move, share.clamp(0, 1)))
+            sample = slice(None, None, -(-len(weight) // SHARE_ROWS))
+            parts = halves[:, sample] if outputs else weight[sample] @ halves
+            # Δ H Δᵀ of a move Δ is the square of these, [in, rows]; both at once would copy the factor twice
+            first, second = (torch.linalg.solve_triangular(factor, part.mT, upper=True) for part in parts)
+            whole = torch.add(first, second).square_().sum()
+            share = 4 * first.mul_(second).sum() / whole.clamp(min=TINY)
+            moved.append(torch.addcmul(weight, move if outputs else weight @ move, share.clamp(0, 1)))
     return moved

@@ -202,9 +202,10 @@ class Stages:
 
     def retarget(self, site: Site) -> int:
         """calibrate/statistics.py: `--target original` computes weights: H, that of the compared tokens, its
-        factor, a quarter more while it is turned; the halves; or the factor and moves of one linear."""
+        factor, a quarter more while it is turned; the halves; or the factor, the sum of the halves and its
+        move, then the moves of one linear and the moved weights."""
         halves, largest = site.drift - site.hessian, FLOAT32 * max(site.outs) * site.width
-        moves = 2 * site.hessian + 3 * largest + FLOAT32 * site.weights
+        moves = 2 * site.hessian + max(halves, halves // 2 + largest + FLOAT32 * site.weights)
         return halves + max(site.hessian * 13 // 4, moves)
 
     @property

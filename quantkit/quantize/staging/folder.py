@@ -88,7 +88,7 @@ class Staging(StagedBlocks):
         may_replace.check_place(self.folder / "lock")
         what = f"{self.folder} holds an unfinished job"
         hint = f"continue it with --resume, or {self.anew}"
-        require(resume or overwrite or not self.folder.exists(), what, hint, USAGE)
+        require(resume or overwrite or not self.kept, what, hint, USAGE)
 
     @contextmanager
     def opened(self, fingerprint: dict, resume: bool, lasting: bool = True) -> Iterator[None]:
@@ -119,8 +119,7 @@ class Staging(StagedBlocks):
             yield
         except QuantkitError as error:
             self._writer.shutdown()
-            measured = any((self.folder / name).exists() for name in (GRADIENTS, SENSITIVITIES))
-            if isinstance(error, DamagedError) or not (self.there() or self.rest() or measured):
+            if isinstance(error, DamagedError) or not self.kept:
                 self.discard()  # nothing in it is worth keeping
             raise
         finally:
@@ -133,6 +132,12 @@ class Staging(StagedBlocks):
             with replacing(self.folder / "fingerprint.json") as file:
                 file.write_text(json.dumps(fingerprint, indent=2))
             self._signed = fingerprint
+
+    @property
+    def kept(self) -> bool:
+        """Whether the folder holds finished work, so that a job can continue."""
+        measured = any((self.folder / name).exists() for name in (GRADIENTS, SENSITIVITIES))
+        return bool(measured or self.there() or self.rest())
 
     def _acquire(self) -> None:
         """Make the folder and take its lock, which is released when the process ends, if not before."""
