@@ -31,6 +31,11 @@ def figure(value: float | None) -> str:
     return "–" if value is None else f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
 
 
+def make_console(stderr: bool = False) -> Console:
+    """Return a console for text that is neither highlighted nor markup."""
+    return Console(stderr=stderr, highlight=False, markup=False)
+
+
 def make_table(*columns: str) -> Table:
     """Return an empty table; the first column is for names, the others for numbers that never wrap."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from quantkit.capacity.formats import STORED
 from quantkit.capacity.job import typed
-from quantkit.tables import MODEL_BITS, make_table, megabytes, print_facts, print_line, size
+from quantkit.tables import MODEL_BITS, make_console, make_table, megabytes, print_facts, print_line, size
 
 METHODS = ("fp8", "w8a8", "int8", "nf4", "fp4", "fp4a4", "gptq", "awq")
 SHOWN = ("bf16", *METHODS, "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
@@ -19,7 +18,7 @@ Record = dict[str, Any]
 def show(record: Record, quiet: bool = False, one_format: bool = False) -> None:
     """Print a record of forecast.py. quiet: omit explanations, but not warnings. one_format: show only the
     format of the record's `method`."""
-    console = Console(highlight=False, markup=False)
+    console = make_console()
     formats = (record["method"],) if one_format else SHOWN
     print_facts(console, _about(record))
     console.print(_weights(record, formats))

@@ -9,12 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from quantkit.cli import running, streams
 from quantkit.errors import USAGE, QuantkitError, name_all, printable, require
 from quantkit.serving.chat.session import Answer, ChatSession, Stream
-from quantkit.tables import megabytes, print_line, size
+from quantkit.tables import make_console, megabytes, print_line, size
 
 PROMPT, MORE = "> ", "… "
 BLOCK = '"""'
@@ -37,7 +35,7 @@ class Terminal:
     def __init__(self, session: ChatSession, as_json: bool = False, quiet: bool = False):
         self.session, self.as_json, self.quiet = session, as_json, quiet
         self.typed = sys.stdin.isatty()
-        self.console = Console(stderr=True, highlight=False, markup=False)
+        self.console = make_console(stderr=True)
         self._edits = self.typed and sys.stdout.isatty() and not as_json
         if self._edits:
             with suppress(ImportError):  # some builds of Python have no readline

@@ -8,11 +8,9 @@ Examples:
 
 from typing import Any
 
-from rich.console import Console
-
 from quantkit.cli import flags, streams
 from quantkit.errors import count
-from quantkit.tables import megabytes, print_facts
+from quantkit.tables import make_console, megabytes, print_facts
 
 
 @flags.command(
@@ -39,4 +37,4 @@ def _show(record: dict[str, Any]) -> None:
     facts = {"written": record["output"], "layout": f"{record['from']} → {record['to']}"}
     facts["size"] = f"{megabytes(record['source_bytes'])} → {megabytes(record['output_bytes'])}"
     facts["exact"] = f"read back: {count(record['linears'], 'linear')} with the same codes and scales"
-    print_facts(Console(highlight=False, markup=False), facts)
+    print_facts(make_console(), facts)

@@ -14,13 +14,11 @@ the exit code is 0 nevertheless.
 from shlex import quote
 from typing import Any
 
-from rich.console import Console
-
 from quantkit.cli import flags, running, streams
 from quantkit.distillation.options import DistillOptions
 from quantkit.errors import count
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.tables import make_table, megabytes, print_facts, print_refused
+from quantkit.tables import make_console, make_table, megabytes, print_facts, print_refused
 
 FORWARD = ("dtype", "device", "batch_size", "threads")  # run options that training uses
 HELP = {  # help that differs from that of other jobs
@@ -75,7 +73,7 @@ def show(record: dict[str, Any]) -> None:
     from quantkit.cli import job_report
     from quantkit.evaluation.comparison.table import report
 
-    console, done = Console(highlight=False, markup=False), "stages" in record
+    console, done = make_console(), "stages" in record
     options, made, held_out = record["options"], record["calibration"], record["sequences"]["held_out"]
     memory, execution, trained = record["memory"], record["execution"], record["trained"]
     facts = {

@@ -7,11 +7,9 @@ Examples:
 
 from typing import Any
 
-from rich.console import Console
-
 from quantkit.cli import flags, streams
 from quantkit.errors import QuantkitError, name_all
-from quantkit.tables import print_line
+from quantkit.tables import make_console, print_line
 
 
 @flags.command(shared=("quiet", "as_json"), helps={"quiet": "Print problems only."})
@@ -33,7 +31,7 @@ def command(**values: Any) -> None:
 
 def _show(findings: dict[str, list[dict]], quiet: bool) -> None:
     """Print each finding on a line, and mark problems. quiet: print only problems."""
-    console = Console(highlight=False, markup=False)
+    console = make_console()
     for subject, rows in findings.items():
         rows = [row for row in rows if row["ok"] is False or not quiet]
         if rows:

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from quantkit.cli import flags, streams
 from quantkit.errors import count, printable
 from quantkit.evaluation.settings import GenerateSettings
-from quantkit.tables import print_line
+from quantkit.tables import make_console, print_line
 
 COLUMN = 34  # characters below which columns would be too narrow to read
 MARKS = ("[", "]")  # around the first token that differs: it must be visible without colour
@@ -80,7 +79,7 @@ def _printing(settings: GenerateSettings) -> Callable[[str], None]:
 
 def _show(settings: GenerateSettings, made: Sequence[Continuation], streamed: bool) -> None:
     """Print the text of one model; or of several in columns, or one below the other on a narrow terminal."""
-    console = Console(highlight=False, markup=False)
+    console = make_console()
     if len(made) == 1:
         if not streamed:
             _printing(settings)(made[0]["text"])
@@ -134,7 +133,7 @@ def _name(made: Continuation) -> str:
 
 def _show_speed(made: Sequence[Continuation], dtype: Any, device: Any) -> None:
     """Print seconds and tokens per second on stderr."""
-    console = Console(stderr=True, highlight=False, markup=False)
+    console = make_console(stderr=True)
     precision = str(dtype).removeprefix("torch.")
     for row in made:
         rate = len(row["ids"]) / max(row["seconds"], 1e-9)

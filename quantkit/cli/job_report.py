@@ -20,6 +20,7 @@ from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import ExpertTokens, Loss, Summary
 from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.tables import (
+    make_console,
     make_table,
     megabytes,
     print_facts,
@@ -72,7 +73,7 @@ def _whole(paths: Sequence[Path]) -> str:
 
 def print_plans(jobs: Sequence[Job]) -> None:
     """Print the plan of each output, then memory, disk space and settings of the whole run."""
-    console, plans = Console(highlight=False, markup=False), [job.plan for job in jobs]
+    console, plans = make_console(), [job.plan for job in jobs]
     for job in jobs:
         print_refused(console, refused := job.refused)
         _print_linears(console, job)
@@ -217,7 +218,7 @@ def print_result(result: Result) -> None:
 
 def print_summary(summary: Summary, evaluation: dict | None) -> None:
     """Print sizes, bits per weight, error, seconds, fallbacks and the next command."""
-    console = Console(highlight=False, markup=False)
+    console = make_console()
     against_rtn = summary.rtn_error is not None
     measured = "output error of a linear" if against_rtn else "squared error of a linear's weights"
     against = f" (round to nearest: {summary.rtn_error:#.2g})" if against_rtn else ""
@@ -263,7 +264,7 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
 
 def print_imatrix(record: dict) -> None:
     """Print the record of `quantkit imatrix`: the result, or the plan if it has no `seconds`."""
-    console, done, how = Console(highlight=False, markup=False), record.get("seconds"), record["execution"]
+    console, done, how = make_console(), record.get("seconds"), record["execution"]
     print_refused(console, record.get("refused"))
     facts = {} if done else {"output": record["output"]}
     facts |= {

@@ -12,13 +12,12 @@ from shlex import quote
 from typing import Any
 
 import typer
-from rich.console import Console
 
 from quantkit.cli import commands, flags, streams
 from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.quantize import methods
 from quantkit.quantize.prepare import recipe
-from quantkit.tables import make_table, print_table, print_written
+from quantkit.tables import make_console, make_table, print_table, print_written
 
 app = typer.Typer(cls=commands.Group, add_completion=False, no_args_is_help=True)
 
@@ -34,7 +33,7 @@ def list_command(**values: Any) -> None:
         table = make_table("recipe", "method", "description")
         for row in rows:
             table.add_row(*row.values())
-        print_table(Console(highlight=False, markup=False), table, 1, 2)
+        print_table(make_console(), table, 1, 2)
 
     streams.present({"schema": "quantkit.recipes/1", "recipes": rows}, values["as_json"], show)
 

@@ -13,13 +13,11 @@ import json
 import sys
 from typing import Any
 
-from rich.console import Console
-
 from quantkit.cli import flags, running, streams
 from quantkit.errors import printable
 from quantkit.evaluation.comparison.columns import check_line
 from quantkit.serving.server.settings import KEY_VARIABLE, ServeSettings
-from quantkit.tables import print_facts, print_line, size
+from quantkit.tables import make_console, print_facts, print_line, size
 
 
 @flags.command(*flags.of("options", ServeSettings))
@@ -91,7 +89,7 @@ def _stay(prepared: Any, check: bool, compared: dict[str, Any] | None, as_json: 
 
 def _announce(prepared: Any) -> None:
     """Print the engine, its memory and lengths, and its command on stderr."""
-    console = Console(stderr=True, highlight=False, markup=False)
+    console = make_console(stderr=True)
     sized, offer = prepared.size, prepared.offer
     cache = "" if sized.cache_bytes is None else f", cache {size(sized.cache_bytes)}"
     facts = {
@@ -108,7 +106,7 @@ def _announce(prepared: Any) -> None:
 def _show_answer(prepared: Any, proof: dict[str, Any], compared: dict | None, staying: bool) -> None:
     """Print the result of `compare`, the first answer and the address on stdout; if `staying`, also a command
     with curl."""
-    console = Console(highlight=False, markup=False)
+    console = make_console()
     text = " ".join(proof["text"].split())
     facts = {"compared": check_line(compared)} if compared else {}
     facts |= {

@@ -12,14 +12,12 @@ import statistics
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-
 from quantkit.cli import flags, streams
 from quantkit.errors import USAGE, count, name_all, require
 from quantkit.evaluation.comparison.columns import check_line
 from quantkit.evaluation.settings import EvalSettings
 from quantkit.inspection.show import provenance
-from quantkit.tables import print_facts, print_line
+from quantkit.tables import make_console, print_facts, print_line
 
 MOST_SHOWN = 8  # problems after the first
 SOUND = "No damage found. Checksums detect corruption, not tampering."
@@ -65,7 +63,7 @@ def command(
 
 
 def _show(record: dict[str, Any]) -> None:
-    console = Console(highlight=False, markup=False)
+    console = make_console()
     facts = {"checkpoint": record["source"], "made by": provenance(record["made"])}
     same = sum(row["state"] == "same" for row in record["files"])
     if record["files"]:

@@ -14,7 +14,7 @@ from rich.text import Text
 from quantkit.errors import USAGE, QuantkitError, printable
 from quantkit.evaluation.comparison.figures import Figure
 from quantkit.models.files import untrusted
-from quantkit.tables import GAP, make_table, print_facts, print_line, print_written
+from quantkit.tables import GAP, make_console, make_table, print_facts, print_line, print_written
 
 Rows = Sequence[Sequence[str]]
 MARKDOWN = ("", ".md", ".markdown", ".txt")  # "" is for $GITHUB_STEP_SUMMARY
@@ -62,9 +62,9 @@ class Report:
     figures: Sequence[Figure] = ()
     more: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
-    def show(self, console: Console | None = None) -> None:
+    def show(self) -> None:
         """Print facts, tables and notes."""
-        console = console or Console(highlight=False, markup=False)
+        console = make_console()
         print_facts(console, self.facts)
         for table in self.tables:
             table.print(console)
