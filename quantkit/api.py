@@ -203,7 +203,7 @@ def _listening(progress: Progress | bool) -> Iterator[Progress]:
     threads = torch.get_num_threads()
     try:
         if progress is True:
-            with listener(quiet=False) as display:
+            with listener(quiet=False, computes=False) as display:
                 yield display
         else:
             silent = Progress()

@@ -46,8 +46,7 @@ def command(context: typer.Context, model: flags.UNQUANTIZED, **values: Any) -> 
     if not (request.overwrite or request.resume or dry_run):
         may_replace.check_new([request.destination])
     with streams.listener(values["quiet"]) as progress:
-        with streams.uncollected():  # after the first line of progress: torch takes seconds
-            from quantkit.auto import cost, job, run, show
+        from quantkit.auto import cost, job, run, show
 
         prepared = job.prepare(request, progress, dry_run)
         if dry_run:

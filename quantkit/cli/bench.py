@@ -57,7 +57,7 @@ def _command(
         settings.check()
         outputs = Outputs(values["html"], values["plot"])
         outputs.check()
-        with streams.listener(quiet) as progress:
+        with streams.listener(quiet, kind is not BenchSettings) as progress:
             result, report = measure(settings, values, progress)
         refuse = partial(refuse_empty, result)
         streams.present(result, as_json, report.show, refuse, allow_nan=False)
@@ -78,13 +78,10 @@ def _models(settings: BenchSettings, values: dict, progress: Any) -> Measured:
 
 def _one(settings: AttentionSettings | BatchingSettings, values: dict, progress: Any) -> Measured:
     """Measure attention implementations or batching strategies of one model."""
-    with streams.uncollected():
-        from quantkit.models.files.open import open_checkpoint
+    from quantkit.models.files.open import open_checkpoint
 
-        folder = "attention" if isinstance(settings, AttentionSettings) else "batching"
-        measure, show = (
-            import_module(f"quantkit.serving.bench.{folder}.{name}") for name in ("measure", "show")
-        )
+    folder = "attention" if isinstance(settings, AttentionSettings) else "batching"
+    measure, show = (import_module(f"quantkit.serving.bench.{folder}.{name}") for name in ("measure", "show"))
 
     trusted = values["offline"], values["trust_remote_code"]
     checkpoint = open_checkpoint(values["model"], values["revision"], *trusted)

@@ -20,9 +20,8 @@ from quantkit.serving.chat.settings import ChatSettings
 def command(model: flags.MODEL, **values: Any) -> None:
     quiet = values["quiet"]
     with streams.listener(quiet) as progress:
-        with streams.uncollected():  # after the first line of progress: torch takes seconds
-            from quantkit.cli import chat_terminal
-            from quantkit.serving.chat.start import start
+        from quantkit.cli import chat_terminal
+        from quantkit.serving.chat.start import start
 
         settings = flags.options(ChatSettings, values)
         trusted = values["revision"], values["offline"], values["trust_remote_code"]

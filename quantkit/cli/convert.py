@@ -27,8 +27,8 @@ def command(
     **values: Any,
 ) -> None:
     with streams.listener(values["quiet"]) as progress:
-        with streams.uncollected():  # after the first line of progress: torch takes seconds
-            from quantkit.quantize import convert
+        from quantkit.quantize import convert
+
         record = convert.convert(model, to, values["output"], values["overwrite"], progress)
     streams.present(record, values["as_json"], lambda: _show(record))
 

@@ -49,8 +49,7 @@ def command(
     options = flags.options(DistillOptions, values)
     options.check()
     with streams.listener(values["quiet"]) as progress:
-        with streams.uncollected():  # after the first line of progress: torch takes seconds
-            from quantkit.distillation import job, request
+        from quantkit.distillation import job, request
 
         asked = {"teacher": teacher, "student": student, "options": options}
         asked |= {"calibration": flags.options(CalibrationOptions, values)}

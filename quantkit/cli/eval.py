@@ -51,9 +51,8 @@ def command(
     outputs = Outputs(values["html"], values["plot"], summary)
     outputs.check()
     with streams.listener(quiet) as progress:
-        with streams.uncollected():  # after the first line of progress: torch takes seconds
-            from quantkit.evaluation import runs
-            from quantkit.evaluation.comparison.table import markdown, report
+        from quantkit.evaluation import runs
+        from quantkit.evaluation.comparison.table import markdown, report
 
         opened = values["revision"], values["offline"], values["trust_remote_code"], card
         result = runs.measure(models, asked, progress, *opened)

@@ -42,10 +42,9 @@ def command(models: flags.MODELS, **values: Any) -> None:
     live = len(models) == 1 and not as_json and sys.stdout.isatty()
     made: list[Any] = []
     with streams.listener(quiet or live) as progress:
-        with streams.uncollected():  # after the first line of progress: torch takes seconds
-            from quantkit.evaluation import generate
-            from quantkit.models.files.open import open_checkpoint
-            from quantkit.models.machine.device import choose_device
+        from quantkit.evaluation import generate
+        from quantkit.models.files.open import open_checkpoint
+        from quantkit.models.machine.device import choose_device
 
         opened = values["offline"], values["trust_remote_code"]
         checkpoints = [

@@ -23,10 +23,9 @@ FORWARD = ("dtype", "device", "batch_size", "max_memory", "threads")  # options 
 )
 def command(model: flags.UNQUANTIZED, **values: Any) -> None:
     with streams.listener(values["quiet"]) as progress:
-        with streams.uncollected():  # after the first output, because torch takes seconds
-            from quantkit.cli import job_report
-            from quantkit.quantize import job
-            from quantkit.quantize.prepare import imatrix_job
+        from quantkit.cli import job_report
+        from quantkit.quantize import job
+        from quantkit.quantize.prepare import imatrix_job
 
         asked = {"source": model, "method": None, "run": flags.options(RunOptions, values)}
         asked |= {"calibration": flags.options(CalibrationOptions, values)}

@@ -26,7 +26,7 @@ def command(
     from quantkit.inspection import look, show
 
     opened = values["revision"], values["offline"], values["trust_remote_code"]
-    with streams.listener(values["quiet"]) as progress:
+    with streams.listener(values["quiet"], computes=False) as progress:
         made, problems = look.at(path, other, deep, *opened, progress.counting)
     shown = show.print_comparison if "models" in made else show.print_record
     streams.present(made, values["as_json"], partial(shown, made), partial(refuse_problems, made, problems))

@@ -23,8 +23,8 @@ def command(
 ) -> None:
     hub.check_target(repo)
     with streams.listener(values["quiet"]) as progress:
-        with streams.uncollected():  # after the first line of progress: torch takes seconds
-            from quantkit.inspection import publish
+        from quantkit.inspection import publish
+
         progress.phase(f"verifying {path}, then sending it to {repo}")
         record = publish.push(path, repo, private, revision, progress.counting)
     streams.present(record, values["as_json"], lambda: print(f"published  {record['url']}"))

@@ -67,13 +67,12 @@ def run(base: recipe.Recipe, settings: Sequence[str], context: typer.Context, va
     flags.check_text(values["eval_text"])
     _check_early(request, values)
     with streams.listener(values["quiet"]) as progress:
-        with streams.uncollected():  # after the first line of progress: torch takes seconds
-            from quantkit.cli import job_report
-            from quantkit.evaluation import runs
-            from quantkit.evaluation import windows as windows_of
-            from quantkit.inspection import publish
-            from quantkit.models.machine import distributed
-            from quantkit.quantize import job
+        from quantkit.cli import job_report
+        from quantkit.evaluation import runs
+        from quantkit.evaluation import windows as windows_of
+        from quantkit.inspection import publish
+        from quantkit.models.machine import distributed
+        from quantkit.quantize import job
 
         outputs, jobs = job.prepare_all(request, progress, values["dry_run"])
         if values["push"] and jobs:

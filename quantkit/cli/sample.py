@@ -28,11 +28,10 @@ from quantkit.tables import print_written
 def command(model: flags.MODEL, **values: Any) -> None:
     settings, as_json = flags.options(SampleSettings, values), values["as_json"]
     with streams.listener(values["quiet"]) as progress:
-        with streams.uncollected():  # after the first line of progress: torch takes seconds
-            from quantkit.evaluation import generate, self_text
-            from quantkit.models.files.gguf_shards import base_name
-            from quantkit.models.files.open import open_checkpoint
-            from quantkit.models.machine.device import choose_device
+        from quantkit.evaluation import generate, self_text
+        from quantkit.models.files.gguf_shards import base_name
+        from quantkit.models.files.open import open_checkpoint
+        from quantkit.models.machine.device import choose_device
 
         output = values["output"] or Path(f"{base_name(model)}-own.jsonl")
         self_text.check_output(output, values["overwrite"])

@@ -41,7 +41,7 @@ def command(
 ) -> None:
     quiet, as_json = values["quiet"], values["as_json"]
     settings = flags.options(ServeSettings, values | {"api_key": api_key, "extra": extra or []})
-    with streams.listener(quiet) as progress:
+    with streams.listener(quiet, computes=False) as progress:
         from quantkit.serving.server.job import compare, prepare
 
         opened = values["revision"], values["offline"]

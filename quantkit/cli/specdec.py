@@ -30,10 +30,9 @@ def command(
     settings, quiet = flags.options(SpecdecSettings, values), values["quiet"]
     settings.check()
     with streams.listener(quiet) as progress:
-        with streams.uncollected():  # after the first line of progress: torch takes seconds
-            from quantkit.models.files.open import open_checkpoint
-            from quantkit.serving.specdec import measure, show
-            from quantkit.serving.specdec.settings import LOOKUP
+        from quantkit.models.files.open import open_checkpoint
+        from quantkit.serving.specdec import measure, show
+        from quantkit.serving.specdec.settings import LOOKUP
 
         trusted = values["offline"], values["trust_remote_code"]
         checkpoint = open_checkpoint(target, values["revision"], *trusted)

@@ -72,8 +72,9 @@ def present(
 
 
 @contextmanager
-def listener(quiet: bool) -> Iterator[Quiet]:
-    """Yield the progress display for stderr; of several processes, only the first prints."""
+def listener(quiet: bool, computes: bool = True) -> Iterator[Quiet]:
+    """Yield the progress display for stderr; of several processes, only the first prints. computes: import
+    torch and transformers, which takes seconds, after the first line of progress."""
     from quantkit.cli.progress import Console, Lines, Live, Quiet  # Rich takes a while to import
 
     notebook = Console(stderr=True).is_jupyter
@@ -81,6 +82,9 @@ def listener(quiet: bool) -> Iterator[Quiet]:
     progress = Quiet() if quiet or not ranks.is_first() else Live() if capable else Lines()
     progress.console.quiet = not ranks.is_first()
     try:
+        if computes:
+            with uncollected():
+                import quantkit.models.skeleton  # noqa: F401
         yield progress
     finally:
         progress.close()

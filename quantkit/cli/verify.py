@@ -56,8 +56,8 @@ def command(
     what = "--calibration and --seed are for --reproduce"
     require(reproduce or (calibration, seed) == (None, None), what, "add --reproduce 2", USAGE)
     with streams.listener(values["quiet"]) as progress:
-        with streams.uncollected():  # after the first line of progress: torch takes seconds
-            from quantkit.evaluation import served
+        from quantkit.evaluation import served
+
         record = served.verify(path, base, asked, progress, trusted, reproduce, seed, calibration)
     streams.present(record, values["as_json"], partial(_show, record), partial(served.refuse, record, base))
 
