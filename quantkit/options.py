@@ -178,7 +178,7 @@ class RunOptions:
         """Raise QuantkitError for an invalid value."""
         size = self.batch_size
         check_value("--batch-size", size, size is None or size >= 1, "choose 1 or more")
-        check_machine(None, self.threads)
+        check_machine(self.device, self.threads)
         tokens, shard = self.loss_tokens, self.max_shard_gb
         check_value("--loss-tokens", tokens, tokens in (None, 0) or tokens >= 16, "choose 0, or 16 or more")
         if self.max_memory is not None:

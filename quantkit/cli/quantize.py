@@ -9,7 +9,6 @@ import typer
 
 from quantkit.cli import flags, running, streams
 from quantkit.models.files import card, headers, hub
-from quantkit.options import check_machine
 from quantkit.quantize import methods
 from quantkit.quantize.prepare import recipe
 from quantkit.quantize.prepare.request import Request
@@ -45,7 +44,6 @@ def _check_early(request: Request, values: dict[str, Any]) -> None:
     """Raise QuantkitError for invalid options, files or outputs, before importing torch takes seconds."""
     request.method.check()
     request.run.check()
-    check_machine(request.run.device, request.run.threads)
     if values["push"]:
         hub.check_target(values["push"], request.offline)
     text = request.calibration.calibration
