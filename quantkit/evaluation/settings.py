@@ -2,7 +2,6 @@
 `quantkit.evaluate`, too. This module does not import torch."""
 
 import math
-from contextlib import suppress
 from dataclasses import MISSING, dataclass
 from typing import Literal
 
@@ -114,21 +113,13 @@ def trial_method(typed: str) -> methods.Method:
     """Return the method of `--as`, `METHOD` or `METHOD,OPTION=VALUE,…`. Raises QuantkitError."""
     name, *settings = typed.split(",")
     if name not in methods.available():
-        hint = f"{did_you_mean(nearest(name, methods.available()))}choose {' or '.join(data_free())}"
+        free = [other for other in methods.available() if not methods.load(other).work.sample]
+        hint = f"{did_you_mean(nearest(name, methods.available()))}choose {' or '.join(free)}"
         raise QuantkitError(f"--as {typed}: no such method", hint, USAGE)
     methods.create(name).build()  # refuses gguf, which writes files only, before its options are looked at
     method = recipe.method_with(name, settings, "--as")
     method.check()
     return method
-
-
-def data_free() -> list[str]:
-    """Return the names of the methods that need no calibration text by default."""
-    names = []
-    for name in methods.available():
-        with suppress(QuantkitError):  # raised by methods that make no checkpoint
-            names += [] if methods.create(name).build().needs else [name]
-    return names
 
 
 def check_temperature(value: float) -> None:
