@@ -60,7 +60,7 @@ def quantize(
         trust_remote_code=trust_remote_code, resume=resume, overwrite=overwrite,
     )  # fmt: skip
     with _listening(progress) as listener:
-        from quantkit.evaluation import runs, windows
+        from quantkit.evaluation import runs
         from quantkit.quantize import job
         from quantkit.quantize.outputs import finish
 
@@ -68,10 +68,7 @@ def quantize(
         if not jobs:
             _, jobs = job.prepare_all(replace(request, resume=False), Progress(), dry_run=True)
             return runs.Result(outputs, list(map(finish.of_finished, jobs)), finished=True)
-        column, text = request.calibration.text_column, None
-        if evaluate_on:
-            text = windows.load(jobs[0].checkpoint, evaluate_on, column=column)
-        return runs.run(jobs, text, listener)
+        return runs.run(jobs, evaluate_on, listener)
 
 
 def evaluate(

@@ -67,7 +67,6 @@ def run(base: recipe.Recipe, settings: Sequence[str], context: typer.Context, va
     with streams.listener(values["quiet"]) as progress:
         from quantkit.cli import job_report
         from quantkit.evaluation import runs
-        from quantkit.evaluation import windows as windows_of
         from quantkit.inspection import publish
         from quantkit.models.machine import distributed
         from quantkit.quantize import job
@@ -91,9 +90,5 @@ def run(base: recipe.Recipe, settings: Sequence[str], context: typer.Context, va
 
         if not jobs:
             return report(runs.Result(outputs, [], finished=True))
-        windows = None
-        if values["eval_text"]:  # raises for an unsuitable text
-            column = request.calibration.text_column
-            windows = windows_of.load(jobs[0].checkpoint, values["eval_text"], column=column)
         with running.resumable([prepared.staging for prepared in jobs]):
-            report(runs.run(jobs, windows, progress))
+            report(runs.run(jobs, values["eval_text"], progress))

@@ -93,13 +93,15 @@ def merged(records: Sequence[dict]) -> dict:
     return records[0] if len(records) == 1 else {"schema": "quantkit.jobs/1", "jobs": list(records)}
 
 
-def run(jobs: Sequence[Job], windows: Windows | None, progress: Progress) -> Result:
-    """Run jobs; compare their outputs on the windows, if given."""
+def run(jobs: Sequence[Job], text: Path | str | None, progress: Progress) -> Result:
+    """Run jobs; compare their outputs on a text, if given. An unsuitable text is refused first."""
+    checkpoint, column = jobs[0].checkpoint, jobs[0].request.calibration.text_column
+    windows = load(checkpoint, text, column=column) if text else None
     summaries, evaluation = loop.run(jobs, progress), None
     outputs = [Path(summary.output) for summary in summaries]
     if windows:
         device = jobs[0].skeleton.device
-        evaluation = of_outputs(jobs[0].checkpoint, outputs, windows, device, progress.evaluating)
+        evaluation = of_outputs(checkpoint, outputs, windows, device, progress.evaluating)
         for output in outputs if distributed.rank() == 0 else ():
             card.add(evaluation, output)
     return Result(outputs, summaries, evaluation)
