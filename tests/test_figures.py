@@ -13,7 +13,7 @@ from quantkit.evaluation.comparison import drawing, figures, table
 
 
 def test_figures_hold_the_records_numbers():
-    (quality,) = figures.figures(records.record())
+    (quality,) = table.report(records.record()).figures
     points = {series.label: (series.points[0].x, series.points[0].y) for series in quality.series}
     assert points == {"four": (4_000_000, 0.02), "three": (3_000_000, 0.08)}
     assert quality.front == ((3_000_000, 0.08), (4_000_000, 0.02))
@@ -43,7 +43,7 @@ def test_without_divergences_the_perplexity_is_drawn():
 
 def test_one_model_alone_has_no_figures():
     alone = records.record(records.model("base", 9))
-    assert figures.figures(alone) == []
+    assert table.report(alone).figures == []
     assert "<svg" not in table.report(alone | {"noise_floor": None}).page()
 
 
@@ -101,7 +101,7 @@ def test_labels_of_ticks_do_not_touch_nor_names_their_lines(width):
 
 def test_an_svg_is_xml_with_every_note_and_both_schemes():
     record = records.record(records.model("base", 9), records.model(records.NASTY, 5, 0.1))
-    for figure in figures.figures(record):
+    for figure in table.report(record).figures:
         root = ElementTree.fromstring(drawing.document(figure))
         titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
         assert titles == [drawing.shown(p.note) for series in figure.series for p in series.points]
@@ -137,7 +137,7 @@ def test_ticks_are_round(low, high, log, kind, expected):
 def test_png_plots(tmp_path):
     many = records.many()
     record = many | {"models": [*many["models"], records.model(records.NASTY, 8_000_000, 0.001)]}
-    for figure in figures.figures(record):
+    for figure in table.report(record).figures:
         drawing.png(figure, path := tmp_path / f"{figure.key}.png")
         pixels = imread(path)
         assert pixels.shape[0] >= 880 and pixels.shape[1] == 1440

@@ -86,7 +86,7 @@ def test_names_cannot_break_out():
     )
     assert shown in found.text
     text.encode("utf-8")
-    for figure in figures.figures(record):
+    for figure in table.report(record).figures:
         ElementTree.fromstring(drawing.document(figure))
 
 

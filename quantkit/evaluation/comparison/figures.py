@@ -75,12 +75,6 @@ class Figure:
         return f"{self.caption} {self.bars}" if drawn else self.caption
 
 
-def figures(record: dict) -> list[Figure]:
-    """Return a list with the plot of quality, or [] if there is nothing to draw."""
-    made = quality(record)
-    return [made] if len(record["models"]) > 1 and made.series else []
-
-
 def quality(record: dict) -> Figure:
     """Return the plot of loss against size. The first model, whose divergence is 0, is a line, since the axis
     is logarithmic."""

@@ -2,7 +2,7 @@
 
 from quantkit.errors import count
 from quantkit.evaluation.comparison.columns import UNITS, columns, footnotes, label_by_source, labels, rows
-from quantkit.evaluation.comparison.figures import figures
+from quantkit.evaluation.comparison.figures import quality
 from quantkit.evaluation.comparison.gates import describe
 from quantkit.evaluation.comparison.record import not_run
 from quantkit.evaluation.comparison.report import Report, Table
@@ -21,7 +21,7 @@ def report(record: dict) -> Report:
         title=f"{base} against {others}" if candidates else base,
         tables=[Table(["model", *meanings], [("", rows(record))], meanings, UNITS)],
         notes=notes,
-        figures=figures(record),
+        figures=[plot] if candidates and (plot := quality(record)).series else [],
         more={"Environment": record["env"] | hashes | (record["tasks"] or {})},
     )
 
