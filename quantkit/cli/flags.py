@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -17,15 +17,6 @@ from quantkit.options import flag_of, option
 from quantkit.quantize.prepare import recipe
 
 Command = Callable[..., None]
-
-
-def completion(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Return a shell completion that offers the names beginning with the typed text."""
-
-    def complete(incomplete: str) -> list[str]:
-        return [name for name in names() if name.startswith(incomplete)]
-
-    return complete
 
 
 def _help_all(context: typer.Context, requested: bool) -> None:
@@ -59,7 +50,7 @@ VERBOSE = flag(
 MODEL = argument("Checkpoint folder, GGUF file or hub id.")
 UNQUANTIZED = argument("Unquantized checkpoint folder, GGUF file or hub id.")
 MODELS = argument("Checkpoints; the others are compared with the first.", list[str])
-RECIPE = argument("A shipped recipe or a YAML file.", autocompletion=completion(recipe.shipped))
+RECIPE = argument("A shipped recipe or a YAML file.", autocompletion=recipe.shipped)
 OPENING = ("revision", "offline", "trust_remote_code", "as_json", "quiet")  # to open a checkpoint
 FIRST_REVISION = {"revision": "Branch, tag or commit of the first model's hub id."}
 JOB = ("output", "recipe_name", "dry_run", "resume", "overwrite", "eval_text", "push", *OPENING, "help_all")
@@ -107,32 +98,33 @@ def of(
 ) -> list[inspect.Parameter]:
     """Return a flag for every option of a dataclass, or for those in `only`. section: panel in the help.
     helps: help that differs from that of the dataclass, by name."""
-    hints, parameters = get_type_hints(options), []
+    hints = get_type_hints(options)
     fields = {field.name: field for field in dataclasses.fields(options) if field.metadata}
-    for field in fields.values() if only is None else [fields[name] for name in only]:
-        kind = list[str] if hints[field.name] == tuple[str, ...] else hints[field.name]
-        short = field.metadata["short"]
-        name = field.metadata.get("flag") or flag_of(field.name)
-        no = field.default is not False or field.metadata.get("negated")  # whether there is a --no-…
-        names = [name] if short or not no or field.metadata.get("flag") else []
-        names += [short] if short else []
-        offered, help = field.metadata["names"], (helps or {}).get(field.name, field.metadata["help"])
-        parser = field.metadata.get("parser")
-        choices = get_args(kind) if get_origin(kind) is Literal else ()
-        named = bool(choices) and all(f"{choice}: " in help for choice in choices)  # wide types shorten names
-        described = typer.Option(
-            *names,
-            help=help,
-            rich_help_panel=section.capitalize(),
-            autocompletion=completion(lambda offered=offered: offered) if offered else None,
-            parser=parser,
-            metavar=field.metadata.get("metavar") or ("TOKENS" if parser else "CHOICE" if named else None),
-            callback=_help_all if field.name == "help_all" else None,
-            is_eager=field.name == "help_all",
-        )
-        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        parameters.append(parameter(field.name, Annotated[kind, described], default))
-    return parameters
+    chosen = fields.values() if only is None else [fields[name] for name in only]
+    return [_flag_of(field, hints[field.name], section, (helps or {}).get(field.name)) for field in chosen]
+
+
+def _flag_of(field: dataclasses.Field, kind: Any, section: str, help: str | None) -> inspect.Parameter:
+    """Return the flag of an option. help: None: the option's own."""
+    how, kind = field.metadata, (list[str] if kind == tuple[str, ...] else kind)
+    help, offered, parser = help or how["help"], how["names"], how["parser"]
+    no = field.default is not False or how["negated"]  # whether there is a --no-…
+    names = [how["flag"] or flag_of(field.name)] if how["short"] or how["flag"] or not no else []
+    names += [how["short"]] if how["short"] else []
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    named = bool(choices) and all(f"{choice}: " in help for choice in choices)  # wide types shorten names
+    described = typer.Option(
+        *names,
+        help=help,
+        rich_help_panel=section.capitalize(),
+        autocompletion=(lambda: offered) if offered else None,
+        parser=parser,
+        metavar=how["metavar"] or ("TOKENS" if parser else "CHOICE" if named else None),
+        callback=_help_all if field.name == "help_all" else None,
+        is_eager=field.name == "help_all",
+    )
+    default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+    return parameter(field.name, Annotated[kind, described], default)
 
 
 def by_panel(panels: Mapping[str, Collection[str]], options: type) -> list[inspect.Parameter]:

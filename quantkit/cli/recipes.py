@@ -48,9 +48,7 @@ def show_command(name: flags.RECIPE) -> None:
 @app.command("init", epilog="Examples:\n\n  quantkit recipes init gptq -o mine.yaml")
 @flags.command(shared=("output",), helps={"output": "File to write. (default: METHOD.yaml)"})
 def init_command(
-    method: flags.argument(
-        "Method whose options are written.", autocompletion=flags.completion(methods.available)
-    ) = "gptq",
+    method: flags.argument("Method whose options are written.", autocompletion=methods.available) = "gptq",
     **values: Any,
 ) -> None:
     """Write a recipe with every option of a method, its default and its help."""
