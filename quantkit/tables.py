@@ -61,9 +61,10 @@ def print_table(console: Console, table: Table, *words: int) -> None:
 
 
 def print_facts(console: Console, facts: Mapping[str, str]) -> None:
-    """Print a line `NAME FACT` for each fact."""
+    """Print a line `NAME FACT` for each fact that is not empty."""
     for name, fact in facts.items():
-        print_line(console, f"{name:12s} {fact}", indent=13)
+        if fact:
+            print_line(console, f"{name:12s} {fact}", indent=13)
 
 
 def print_refused(console: Console, error: Mapping[str, str] | None) -> None:

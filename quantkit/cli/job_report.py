@@ -82,11 +82,7 @@ def print_plans(jobs: Sequence[Job]) -> None:
         if not refused and gguf_shards.existing(job.staging.output):
             facts["replaces"] = "the existing output"
         print_facts(console, facts)
-    if kept := jobs[0].kept_parameters:
-        print_facts(console, {"kept as is": _kept(kept)})
-    if copied := jobs[0].copied:
-        print_facts(console, {"copied": _copied(copied)})
-    facts = {}
+    facts = {"kept as is": _kept(jobs[0].kept_parameters), "copied": _copied(jobs[0].copied)}
     if len(jobs) > 1:
         facts["in all"] = f"{len(jobs)} files, {megabytes(sum(plan.output_bytes for plan in plans))}"
     execution, made = plans[0].execution, jobs[0].calibration
@@ -147,13 +143,13 @@ def _kept(records: Sequence[dict]) -> str:
     names = (re.split(r"\.\d+\.", record["name"], maxsplit=1)[-1] for record in records)
     kinds = list(dict.fromkeys(name.removesuffix(".weight") for name in names))
     nbytes = sum(record["bytes"] for record in records)
-    return f"{name_all(kinds)}: {count(len(records), 'tensor')}, {size(nbytes)}"
+    return f"{name_all(kinds)}: {count(len(records), 'tensor')}, {size(nbytes)}" if records else ""
 
 
 def _copied(modules: Mapping[str, int]) -> str:
     """Return a text such as `mtp (0.10 MB), visual (0.30 MB): byte for byte`."""
     entries = [f"{name} ({size(nbytes)})" for name, nbytes in modules.items()]
-    return f"{name_all(entries)}: byte for byte"
+    return f"{name_all(entries)}: byte for byte" if entries else ""
 
 
 def _reached(seen: ExpertTokens) -> str:
@@ -235,13 +231,11 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         facts["scaled"] = _scaled(summary.scaled)
     if summary.kept:
         facts["kept 16 bit"] = count(summary.kept, "linear")
-    if summary.kept_parameters:
-        facts["kept as is"] = _kept(summary.kept_parameters)
+    facts["kept as is"] = _kept(summary.kept_parameters)
     if summary.left_out:
         names, nbytes = name_all(list(summary.left_out)), megabytes(sum(summary.left_out.values()))
         facts["left out"] = f"{names} ({nbytes}): create the mmproj file with llama.cpp's converter"
-    if summary.copied:
-        facts["copied"] = _copied(summary.copied)
+    facts["copied"] = _copied(summary.copied)
     if summary.experts:
         facts["experts"] = _reached(summary.experts)
     print_facts(console, facts)

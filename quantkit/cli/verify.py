@@ -80,7 +80,7 @@ def _show(record: dict[str, Any]) -> None:
     done = record.get("reproduction")
     if done and done["blocks"]:
         facts["again"] = _again(done)
-    print_facts(console, {name: fact for name, fact in facts.items() if fact})
+    print_facts(console, facts)
     for note in record["notes"]:
         print_line(console, f"note: {note}")
     others = record["problems"][1:]  # the first is the error
