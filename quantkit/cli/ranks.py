@@ -4,6 +4,7 @@ The work of the ranks is in `quantkit/models/machine/distributed.py`, which is i
 """
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -62,10 +63,11 @@ def end(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-def launcher() -> list[str]:
-    """Return the first words of a command line: `quantkit`, or torchrun with its arguments."""
-    if process_count() == 1:
-        return ["quantkit"]
-    here, whole = int(os.environ.get("LOCAL_WORLD_SIZE") or process_count()), process_count()
-    nodes = ["--nnodes", str(whole // here)] if whole > here else []
-    return ["torchrun", *nodes, "--nproc-per-node", str(here), "-m", "quantkit"]
+def typed(*more: str) -> str:
+    """Return the command as typed, torchrun included, with further arguments."""
+    words = ["quantkit", *(word for word in sys.argv[1:] if word not in more), *more]
+    if (whole := process_count()) > 1:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE") or whole)
+        nodes = ["--nnodes", str(whole // here)] if whole > here else []
+        words = ["torchrun", *nodes, "--nproc-per-node", str(here), "-m", *words]
+    return shlex.join(words)

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import re
-import shlex
 import signal
 import sys
 import traceback
@@ -74,7 +73,7 @@ def run(app: typer.Typer) -> NoReturn:
             code = app(prog_name="quantkit", standalone_mode=False, obj=state)
         sys.stdout.flush()
     except _Terminated:
-        _fail(QuantkitError(EXIT_CODES[TERMINATED], f"begin again with: {_again()}", TERMINATED))
+        _fail(QuantkitError(EXIT_CODES[TERMINATED], f"begin again with: {ranks.typed()}", TERMINATED))
     except QuantkitError as error:
         _fail(error, error if state.verbose else None)
     except UsageError as error:
@@ -92,7 +91,7 @@ def run(app: typer.Typer) -> NoReturn:
         failed = _unexpected(error)
         _fail(failed, error if state.verbose or failed.hint == REPORT else None)
     if code == INTERRUPTED:  # Typer turns KeyboardInterrupt into this code
-        _fail(QuantkitError("interrupted", f"begin again with: {_again()}", INTERRUPTED))
+        _fail(QuantkitError("interrupted", f"begin again with: {ranks.typed()}", INTERRUPTED))
     ranks.end(code or 0)
     sys.exit(code)
 
@@ -170,7 +169,7 @@ def resumable(stages: Sequence[Staging], kept: Callable[[], str] | None = None) 
                 codes.append(INTERRUPTED)
             if not codes:
                 if ranks.process_count() > 1 and isinstance(error, QuantkitError) and not error.hint:
-                    again = f"continue, with any number of processes, with: {_again('--resume')}"
+                    again = f"continue, with any number of processes, with: {ranks.typed('--resume')}"
                     error.hint = f"{words()} kept in {folders[0]}; {again}"
                 raise
             from quantkit.models.files import gguf_shards
@@ -186,14 +185,8 @@ def resumable(stages: Sequence[Staging], kept: Callable[[], str] | None = None) 
             if begun and kept is None:
                 what = f"{word}; no block is finished yet"
             more = ["--resume"] if existing or finished else []
-            hint = f"{'continue' if more else 'begin again'} with: {_again(*more)}"
+            hint = f"{'continue' if more else 'begin again'} with: {ranks.typed(*more)}"
             raise QuantkitError(what, hint, codes[0]) from error
-
-
-def _again(*more: str) -> str:
-    """Return the command as typed, with further arguments."""
-    typed = [argument for argument in sys.argv[1:] if argument not in more]
-    return shlex.join([*ranks.launcher(), *typed, *more])
 
 
 def _give_up_unread() -> None:
