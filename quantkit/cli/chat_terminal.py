@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.cli import running, streams
-from quantkit.errors import USAGE, QuantkitError, name_all, printable, require
+from quantkit.errors import USAGE, QuantkitError, printable, require
 from quantkit.serving.chat.session import Answer, ChatSession, Stream
 from quantkit.tables import make_console, megabytes, print_line, size
 
 PROMPT, MORE = "> ", "… "
 BLOCK = '"""'
-NAMES = ("/reset", "/system", "/retry", "/save", "/help", "/exit", "/quit")
 HELP = f"""/reset         start again; the system message stays
 /system TEXT   set the system message; without TEXT remove it
 /retry         give the last answer again, with the next seed
@@ -127,7 +126,7 @@ class Terminal:
                 return f"saved to {rest}"
             case "/help":
                 return HELP
-        raise QuantkitError(f"unknown command {command}", f"commands: {name_all(NAMES, 10)}", USAGE)
+        raise QuantkitError(f"unknown command {command}", "/help lists all commands", USAGE)
 
     def _answer(self, line: str, generate: Callable[[Stream], Answer]) -> None:
         """Print an answer. On a terminal, the first SIGINT stops it and the second discards it."""
