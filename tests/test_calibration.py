@@ -369,7 +369,7 @@ def test_a_token_beyond_the_embedding_is_one_error_before_any_work(checkpoint, w
 
         readers.append(lambda: HarnessModel.tok_encode(harness, f"Kobu{NOTE}"))
     tokenizer.bos_token = NOTE
-    readers.append(lambda: self_text.beginning(checkpoint))
+    readers.append(lambda: self_text.beginning(checkpoint, ""))
     for read in readers:
         with pytest.raises(QuantkitError) as caught:
             read()

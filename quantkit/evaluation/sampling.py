@@ -115,3 +115,13 @@ def ends_of_text(checkpoint: Checkpoint) -> list[int]:
     ends = next((value for value in candidates if value is not None), [])
     ends = list(ends) if isinstance(ends, (list, tuple)) else [ends]
     return [end for end in ends if type(end) is int]
+
+
+def beginning(checkpoint: Checkpoint, hint: str) -> int:
+    """Return the id of the token that begins a text, else that ends one. Raises QuantkitError without one."""
+    tokenizer = checkpoint.tokenizer
+    marks = (tokenizer.bos_token_id, tokenizer.eos_token_id, checkpoint.text_config.bos_token_id)
+    first = next((mark for mark in marks if mark is not None), None)
+    require(first is not None, f"{checkpoint.source} has no token that begins a text", hint, UNSUPPORTED)
+    checkpoint.check_ids([first])
+    return first

@@ -16,8 +16,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from quantkit.errors import RESOURCES, UNSUPPORTED, USAGE, QuantkitError, require
-from quantkit.evaluation.sampling import generation_config, load_model
+from quantkit.errors import RESOURCES, USAGE, QuantkitError, require
+from quantkit.evaluation.sampling import beginning, generation_config, load_model
 from quantkit.evaluation.settings import SampleSettings, Sampling
 from quantkit.models.files import atomic
 from quantkit.models.files.checkpoint import Checkpoint
@@ -41,7 +41,8 @@ def sequences(
     Raises QuantkitError if the whole model does not fit the memory (exit code 5), or if it has no token to
     begin with.
     """
-    first, samples = beginning(checkpoint), settings.samples
+    first = beginning(checkpoint, "give text with --calibration instead")
+    samples = settings.samples
     model = load_model(checkpoint, dtype, device, min(settings.batch_size, samples) * settings.seqlen)
     how = generation_config(Sampling(settings.seqlen - 1, temperature=1.0), [])
     how.update(min_new_tokens=settings.seqlen - 1, pad_token_id=first)
@@ -55,17 +56,6 @@ def sequences(
                 out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=how)
             yield out.cpu()
     listen(samples, samples)
-
-
-def beginning(checkpoint: Checkpoint) -> int:
-    """Return the id of the token that begins a text, else that ends one. Raises QuantkitError without one."""
-    tokenizer = checkpoint.tokenizer
-    marks = (tokenizer.bos_token_id, tokenizer.eos_token_id, checkpoint.text_config.bos_token_id)
-    first = next((mark for mark in marks if mark is not None), None)
-    what = f"{checkpoint.source} has no token that begins a text, so no text can be sampled"
-    require(first is not None, what, "give text with --calibration instead", UNSUPPORTED)
-    checkpoint.check_ids([first])
-    return first
 
 
 def write(

@@ -7,7 +7,7 @@ figures can be compared.
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.evaluation.sampling import beginning
 from quantkit.evaluation.stream import Listener, StreamedModel
 from quantkit.evaluation.tasks.score import score
 
@@ -31,14 +31,7 @@ class HarnessModel(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """Return the token id to use as an empty context. Raises QuantkitError if there is none."""
-        for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
-            if token is not None:
-                return token
-        raise QuantkitError(
-            f"the tokenizer of {self.model.name} has neither BOS nor EOS, which this task begins texts with",
-            hint="choose another task",
-            exit_code=UNSUPPORTED,
-        )
+        return beginning(self.model.skeleton.checkpoint, "choose another task")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
         """Return the token ids of a text; by default with special tokens, unless it begins with BOS."""
