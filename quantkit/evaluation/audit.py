@@ -12,10 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
-from quantkit import __version__
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError, require
 from quantkit.evaluation.solved_again import Steps, compare
 from quantkit.models.files import gguf_shards, headers, untrusted
@@ -76,7 +72,7 @@ def add(
             what = f"{CANNOT.format(path.name)}: {error.message}"  # nobody typed its values
             raise QuantkitError(what, "audit what quantkit wrote", UNSUPPORTED) from error
         made, text = manifest["job"], job.calibration and job.calibration.record()
-        here = {"quantkit": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+        here = {name: job.fingerprint[name] for name in ("quantkit", "torch", "transformers")}
         there = {name: made.get(name) for name in here} | {"machine": _machine(path, manifest)}
         here["machine"] = machine_of(job.skeleton.device)
         problems, found = [], {"blocks": [], "linears": []}
