@@ -47,10 +47,7 @@ def plan_record(job: Job) -> dict:
         "calibration": job.calibration.record() if job.calibration else None,
         "plan": asdict(job.plan),
         "expected_seconds": seconds(job),
-        "matrices": [
-            {"name": m.name, "block": m.block, "shape": list(m.shape), "becomes": m.becomes}
-            for m in job.method.output.planned(job.specs)
-        ],
+        "matrices": [matrix._asdict() for matrix in job.method.output.planned(job.specs)],
         "linears": [
             {
                 "name": spec.name,
