@@ -20,6 +20,7 @@ USUAL_TOKENS = 4096  # default tokens per sequence
 PAGES = (16, 32)
 NO_LAYERS = "--params gives no layers and heads"
 GROUPED_HEADS = 8  # key/value heads to assume for models without grouped heads
+ROOFLINE = ("optimal_batch", "bytes_per_weight", "tokens_per_second")
 
 
 def answer(
@@ -219,10 +220,6 @@ def _headline(weights: dict[str, dict], method: str) -> dict[str, Any]:
     require(chosen["bytes"] is not None, what, "choose another --format, such as bf16", UNSUPPORTED)
     return {
         "method": method,
-        "roofline": {
-            "optimal_batch": chosen["optimal_batch"],
-            "bytes_per_weight": chosen["bytes_per_weight"],
-            "tokens_per_second": chosen["tokens_per_second"],
-        },
+        "roofline": {key: chosen[key] for key in ROOFLINE},
         "requests_that_fit": chosen["requests_that_fit"],
     }
