@@ -352,6 +352,7 @@ def test_a_trial_with_options_computes_what_the_written_model_does(short_demo, t
         ("fp8,static=true", "needs calibration text", "write it with quantkit fp8"),
         ("fp8,blok=128", "unknown keys: blok", "did you mean block"),
         ("fp8,block=100", "no engine has kernels", "128"),
+        ("gptq,solver=rtn,transform=none,head=8", "only linears of blocks", "leave head=8 out, or write it"),
         ("fp9", "no such method", "choose fp8 or int8 or nf4"),
     ],
 )

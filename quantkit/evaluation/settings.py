@@ -5,7 +5,7 @@ import math
 from dataclasses import MISSING, dataclass
 from typing import Literal
 
-from quantkit.errors import USAGE, QuantkitError, did_you_mean, nearest, require
+from quantkit.errors import USAGE, QuantkitError, did_you_mean, name_all, nearest, require
 from quantkit.evaluation.comparison import gates
 from quantkit.options import check_value, flag_of, option, parse_tokens, size_bytes, text_column
 from quantkit.quantize import methods
@@ -119,6 +119,9 @@ def trial_method(typed: str) -> methods.Method:
     methods.create(name).build()  # refuses gguf, which writes files only, before its options are looked at
     method = recipe.method_with(name, settings, "--as")
     method.check()
+    outside = [f"{flag}={bits}" for flag in ("head", "embedding") if (bits := getattr(method.options, flag))]
+    hint = f"leave {name_all(outside)} out, or write it with quantkit {name}, then evaluate that folder"
+    require(not outside, f"--as {typed}: only linears of blocks are tried on the fly", hint, USAGE)
     return method
 
 
