@@ -156,8 +156,8 @@ def retarget(weights: Sequence[Tensor], drift: Drift, damp: float) -> Sequence[T
 
     (GPTAQ, Li et al. 2025, arXiv:2504.02692, approximates this move column by column, without R.) XᵀX is
     damped as for error feedback. A regression fits noise, the more the wider the linear and the shorter the
-    text. The move is shrunk to the share on which two halves of the text agree (Wiener's linear shrinkage), in
-    an even sample of the rows. Without a factorization of the Hessian, nothing moves.
+    text. The move is shrunk to the share on which two halves of the text agree, in an even sample of the rows
+    (Wiener's linear shrinkage). Without a factorization of the Hessian, nothing moves.
 
     Hand the drift over: `retarget(weights, statistics.pop(DRIFT), damp)`. Its Hessian, as large as the
     factor, is freed before the moves are computed.
