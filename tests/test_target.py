@@ -266,7 +266,7 @@ WRITERS = {
 
 
 def writers(bench: blocks.Bench) -> list[str]:
-    run = partial(bench.skeleton.run_block, bench.index)
+    run = partial(bench.skeleton.trace_block, bench.index)
     return find_writers(bench.block, bench.sites, run, bench.inputs)
 
 

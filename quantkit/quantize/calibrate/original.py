@@ -44,8 +44,8 @@ class Original:
         # each forward that is suspended has its own; probing ones have none
         self._batch: ContextVar[int | None] = ContextVar("batch", default=None)
         self._inputs: dict[Site, Batches] = {site: {} for site in block.around if site.calls == 1}
-        run = partial(skeleton.run_block, block.index)
-        self.writers = find_writers(block.module, block.sites, run, block.probe)
+        run, inside = partial(skeleton.trace_block, block.index), block.index < skeleton.depth
+        self.writers = find_writers(block.module, block.sites, run, block.probe) if inside else []
         self._original_outputs: dict[str, Batches] = {name: {} for name in self.writers[:-1]}
         self._outputs: dict[str, Batches] = {name: {} for name in self.writers[:-1]}
         self._scales: dict[Site, Tensor] = {}

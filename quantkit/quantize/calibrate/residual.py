@@ -6,8 +6,8 @@ output, and adds a small change (nudge) of this output. The last projections of 
 Linears before a norm (OLMo 2, Gemma) or a multiplier (Granite) and those of experts are not.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -22,11 +22,15 @@ from quantkit.quantize.calibrate.sites import Site
 TOLERANCE = 1e-5  # relative error of a sum of a few terms in float32, per token
 
 
-def find_writers(block: nn.Module, sites: Sequence[Site], run: Run, hidden: Tensor) -> list[str]:
-    """Return the names of writers in the order of calls; calls `run` a few times.
+def find_writers(
+    block: nn.Module, sites: Sequence[Site], run: Callable[..., Tensor], hidden: Tensor
+) -> list[str]:
+    """Return the names of writers in the order of calls. run: `run(hidden, values=...)` runs the block with
+    other values of its parameters and buffers.
 
     The block runs in float32, and every token is compared and nudged by its own size: in 16 bit, an error of
-    the largest token may exceed all of a smaller one.
+    the largest token may exceed all of a smaller one. Experts, of which some are not in memory, return their
+    inputs: if they returned zeros, a linear whose output is added to theirs would be found.
     """
     candidates = [
         name
@@ -37,8 +41,15 @@ def find_writers(block: nn.Module, sites: Sequence[Site], run: Run, hidden: Tens
     ]
     if not candidates:
         return []
-    with _in_float32(block):
-        return _proven(block, candidates, run, hidden.float())
+    layers = {name: module for name, module in block.named_modules() if isinstance(module, Experts)}
+    inside = tuple(f"{name}." for name in layers)
+    tensors = (*block.named_parameters(), *block.named_buffers())
+    wide = {name: t.float() for name, t in tensors if t.is_floating_point() and not name.startswith(inside)}
+    with torch.no_grad(), ExitStack() as stack:
+        for layer in layers.values():
+            layer.forward = lambda hidden, *routing: hidden
+            stack.callback(delattr, layer, "forward")
+        return _proven(block, candidates, partial(run, values=wide), hidden.float())
 
 
 def _proven(block: nn.Module, candidates: Sequence[str], run: Run, hidden: Tensor) -> list[str]:
@@ -95,35 +106,6 @@ def _zeros(returned: object, *args: object, **kwargs: object) -> object:
     if isinstance(states, Tensor):
         states.zero_()
     return output
-
-
-@contextmanager
-def _in_float32(block: nn.Module) -> Iterator[None]:
-    """Let a block compute in float32 in the context, except for experts, which return their inputs: some are
-    not in memory. Their output must not be zero, else a linear whose output is added to it would be found."""
-    layers = [module for module in block.modules() if isinstance(module, Experts)]
-    inside = {module for layer in layers for module in layer.modules()}
-    modules = [module for module in block.modules() if module not in inside]
-    kept = [
-        (tensors, dict(tensors)) for module in modules for tensors in (module._parameters, module._buffers)
-    ]
-    try:
-        for layer in layers:
-            layer.forward = lambda hidden, *routing: hidden
-        for tensors, before in kept:
-            tensors.update({name: _widened(tensor) for name, tensor in before.items() if tensor is not None})
-        yield
-    finally:
-        for tensors, before in kept:
-            tensors.update(before)
-        for layer in layers:
-            del layer.forward
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    """Return a parameter or buffer in float32, if it is a float."""
-    wide = tensor.float() if tensor.is_floating_point() else tensor
-    return nn.Parameter(wide, requires_grad=False) if isinstance(tensor, nn.Parameter) else wide
 
 
 def _copied(output: object) -> object:
