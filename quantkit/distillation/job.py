@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 
 from quantkit import __version__
@@ -162,7 +163,7 @@ class Job:
             stage = _stage("end to end", best, min(divergences), progress)
             stages.append(stage | {"epochs": divergences, "epoch": step // len(training.train)})
             if step:
-                best, floats = min(divergences), whole.best(self.staging)
+                best, floats = min(divergences), load_file(self.staging.folder / whole.BEST)
         if floats is None:
             output = self.staging.output
             progress.warn(

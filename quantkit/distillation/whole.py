@@ -18,7 +18,6 @@ from torch import Tensor
 from quantkit.distillation.blocks import Final, Training
 from quantkit.distillation.student import Floats
 from quantkit.distillation.training import Shares, order
-from quantkit.models.files import safetensors_folder
 from quantkit.models.files.reading import tensor as load
 from quantkit.models.machine.device import free_memory
 from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS, divergence
@@ -56,9 +55,9 @@ class EndToEnd:
         self._vocabulary = student.checkpoint.text_config.vocab_size
 
     def train(self, begun: float, staging: Staging, progress: Progress) -> Curve:
-        """Make all steps; return {step: divergence}. After every epoch, evaluate the student; store it if it
-        is the best so far and below `begun`, the divergence at the start. End early if no evaluation was
-        below `begun`, or if the loss is not finite. Continue what an interrupted run has staged.
+        """Make all steps; return {step: divergence}. After every epoch, evaluate the student; store it in
+        BEST if it is the best so far and below `begun`, the divergence at the start. End early if no
+        evaluation was below `begun`, or if the loss is not finite. Continue what an interrupted run staged.
         """
         curve: Curve = {}
         state = {name: load(info) for name, info in staging.rest().items()}
@@ -144,11 +143,6 @@ class EndToEnd:
 def best_step(curve: Curve, begun: float) -> int:
     """Return the step with the lowest divergence; 0 if none is below `begun`."""
     return min((step for step in curve if curve[step] < begun), key=curve.get, default=0)
-
-
-def best(staging: Staging) -> dict[str, Tensor]:
-    """Return the tensors of the best student, which `EndToEnd.train` stored."""
-    return {name: load(info) for name, info in safetensors_folder.read_header(staging.folder / BEST).items()}
 
 
 def _failed(curve: Curve, begun: float) -> bool:
