@@ -136,7 +136,7 @@ def guesses(probe: Probe, place: str, before: Observation) -> Iterator[Producer]
             yield Producer(name, identity)
     followed = [Following(probe, place, name, before) for name, _ in linears]
     # probe each linear once before the costly search: v and up are whole; q, k and gate take hundreds of runs
-    for following in sorted(followed, key=lambda each: not isinstance(each.whole, Tensor)):
+    for following in sorted(followed, key=lambda each: each.whole is None or not each.whole.any()):
         rows = following.rows()
         if rows is not None:
             yield Producer(following.name, rows)
@@ -239,7 +239,7 @@ class Following:
         """
         out_features = self.probe.block.get_submodule(self.name).out_features
         granule = math.gcd(out_features, GRANULES[out_features > LARGE])
-        if self.whole is _UNMOVED:
+        if self.whole is not None and not self.whole.any():
             return None
         everything = torch.arange(out_features, device=self.before.output.device)
         rows = torch.cat(list(self._proportional(everything, granule)) or [everything[:0]])
@@ -247,19 +247,18 @@ class Following:
             return None
         numbers = torch.zeros(self._entering.shape[-1], dtype=torch.long, device=rows.device)
         response = self._response(rows)
-        if not isinstance(response, Tensor) or not response.all():
+        if response is None or not response.all():
             return None  # some channel follows no row
         for bit in range((len(rows) - 1).bit_length()):
             marked = rows[(torch.arange(len(rows), device=rows.device) >> bit) & 1 == 1]
             response = self._response(marked)
             if response is None:
                 return None
-            if isinstance(response, Tensor):
-                numbers |= response.long() << bit
+            numbers |= response.long() << bit
         return rows[numbers] if int(numbers.max()) < len(rows) else None
 
     @cached_property
-    def whole(self):
+    def whole(self) -> Tensor | None:
         """Response to doubling the linear's whole output."""
         out_features = self.probe.block.get_submodule(self.name).out_features
         return self._response(torch.arange(out_features, device=self.before.output.device))
@@ -271,7 +270,7 @@ class Following:
     def _proportional(self, rows: Tensor, granule: int) -> Iterator[Tensor]:
         """Yield the parts of `rows` to which some channels are proportional."""
         response = self._response(rows)
-        if isinstance(response, Tensor):
+        if response is not None and response.any():
             yield rows
         elif response is None and len(rows) > granule:
             middle = len(rows) // granule // 2 * granule or granule
@@ -279,19 +278,13 @@ class Following:
                 if len(half):
                     yield from self._proportional(half, granule)
 
-    def _response(self, rows: Tensor):
-        """Return which channels double if these rows double, bool `[in]`.
-
-        _UNMOVED if no channel changes; None if a channel changes in another way or is zero.
-        """
+    def _response(self, rows: Tensor) -> Tensor | None:
+        """Return which channels double if these rows double, bool `[in]`; None if a channel is zero or changes
+        otherwise."""
         after = self.probe.entering(self.place, self.name, rows)
         if after.shape != self._entering.shape:
             return None  # tokens were routed otherwise
         after, expected = after.flatten(0, -2), self._entering.flatten(0, -2)
         doubled = (after * expected).sum(0) > 1.5 * expected.square().sum(0)
-        if not expected.any(0).all() or not equal(after, expected * (1 + doubled.float())):
-            return None
-        return doubled if doubled.any() else _UNMOVED
-
-
-_UNMOVED = object()
+        whole = expected.any(0).all() and equal(after, expected * (1 + doubled.float()))
+        return doubled if whole else None
