@@ -23,13 +23,12 @@ PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")  # by which compress
 class Peaks(ModuleCache):
     """A cache that records only the largest |key| and |value|; None before the first call."""
 
-    def __init__(self):
-        self.forget()
+    keys: Tensor | None = None
+    values: Tensor | None = None
 
     def forget(self) -> None:
         """Record nothing."""
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        self.keys = self.values = None
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Record the largest key and value; return keys and values unchanged."""

@@ -279,8 +279,8 @@ class Following:
                     yield from self._proportional(half, granule)
 
     def _response(self, rows: Tensor) -> Tensor | None:
-        """Return which channels double if these rows double, bool `[in]`; None if a channel is zero or changes
-        otherwise."""
+        """Return which channels double if these rows double, bool `[in]`; None if a channel is zero or
+        changes in another way."""
         after = self.probe.entering(self.place, self.name, rows)
         if after.shape != self._entering.shape:
             return None  # tokens were routed otherwise
