@@ -33,7 +33,7 @@ HESSIAN_BYTES = 1 << 30  # maximum of Hessians in memory: many experts are measu
 
 @dataclass(frozen=True)
 class Scales:
-    """The scales of a block's transform. columns: {site: s `[in]`}. rows: {linear: f `[out]`}.
+    """The scales of a block's transform. columns: {site: s `[in]`}. rows: {linear: f `[out, 1]`}.
 
     A transform divides the inputs of a site by s, multiplies the site's columns by s, and divides the rows of
     the linear that produces these inputs. So the job quantizes `diag(f) W diag(s)`. Divided by both scales,
@@ -45,17 +45,15 @@ class Scales:
 
     def scaled(self, site: Site, name: str, weight: Tensor) -> Tensor:
         """Return the transformed weight `[out, in]`, which the job quantizes."""
-        weight = weight if site not in self.columns else weight * self.columns[site]
-        return weight if name not in self.rows else weight * self.rows[name][:, None]
+        return weight * self.columns.get(site, 1) * self.rows.get(name, 1)
 
     def undone(self, site: Site, name: str, values: Tensor) -> Tensor:
         """Return a transformed weight's values `[out, in]` for use in the original block."""
-        values = values if site not in self.columns else values / self.columns[site]
-        return self.rows_undone(name, values)
+        return self.rows_undone(name, values / self.columns.get(site, 1))
 
     def rows_undone(self, name: str, values: Tensor) -> Tensor:
         """Return values divided by the row scales only: errors on the scale of the original outputs."""
-        return values if name not in self.rows else values / self.rows[name][:, None]
+        return values / self.rows.get(name, 1)
 
     def entering(self, site: Site, statistics: SiteStatistics) -> SiteStatistics:
         """Return a site's statistics after the transform. `statistics` is changed in place."""
@@ -186,7 +184,7 @@ def _scales(measuring: Measuring, transform: ColumnScaling | None) -> Scales:
     transformed = transform.apply(measuring.view(statistics))
     block.module.load_state_dict(original, assign=True)
     linears = {name for site in block.around for name in site.linears}
-    rows = {name: factor for name, factor in transformed.row_factors.items() if name in linears}
+    rows = {name: factor[:, None] for name, factor in transformed.row_factors.items() if name in linears}
     return Scales(transformed.divided_by, rows)
 
 
