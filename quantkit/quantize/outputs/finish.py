@@ -104,11 +104,9 @@ def manifest(job: Job) -> dict:
         **several,
         "linears": linears,
     }
-    if kept := job.kept_parameters:
-        described["kept_parameters"] = kept
-    described |= {"searched": job.request.searched} if job.request.searched else {}
-    notes = [*job.method.notes, *fallbacks]
-    return described | ({"notes": notes} if notes else {})
+    more = {"kept_parameters": job.kept_parameters, "searched": job.request.searched}
+    more["notes"] = [*job.method.notes, *fallbacks]
+    return described | {key: value for key, value in more.items() if value}
 
 
 def _verify(
