@@ -36,8 +36,7 @@ WRITTEN = (  # by writers of checkpoints
 WEIGHTS = "*.safetensors", "pytorch_model*.bin"
 STAGED = (  # by jobs, searches and safetensors (.tmp), in their staging folder
     *(".tmp*", ".*.tmp", "lock", "fingerprint.json*", "block-*", "part-*", "rest.*"),
-    *("output*", "replaced"),
-    *("curvature", "entering-*", "targets.*", "cut", "cutting", "cut.*", "self-text.*", "best.*"),
+    *("output*", "replaced", "curvature", "best.*"),
     *("sensitivities.json", "usual", "searched", "uniform", "gguf", "recipe.yaml"),
 )
 MAGIC = b"GGUF"
