@@ -250,7 +250,7 @@ class Loop:
         A transform by a sample of the tokens comes before all visits, which measure with all tokens.
         """
         transform, block, needs = self.method.transform, measuring.block, measuring.needs
-        if transform and transform.sees_all:
+        if transform and transform.sample == 1:  # it sees all tokens, so no site is measured again
             by_expert = ExpertByExpert(measuring, transform, parts)
             return by_expert.transformed, by_expert.visits(self._advance)
         needs = self.method.solves_with or needs  # rtn after a transform: count the tokens of experts

@@ -57,11 +57,6 @@ class ColumnScaling:
     plain: bool = True
     enough: Mapping[int, float] = {1: 1.0, 2: 1.0}
 
-    @property
-    def sees_all(self) -> bool:
-        """Whether scales are chosen by all calibration tokens, so that no site is measured again."""
-        return self.sample == 1
-
     def may_help(self, block: Block) -> bool:
         """Return whether a scale may lower the loss of a block, judged by its weights alone."""
         return bool(block.around)
@@ -114,7 +109,7 @@ class ColumnScaling:
         """Search the scale of a fold. If it lowers the loss, divide the producer by it and multiply the
         columns that read the producer. Returns the column scales of linears that are not in memory."""
         sites = [site for site in fold.sites if site in view.statistics]
-        if not sites or (not self.sees_all and any(site.pool for site in fold.sites)):
+        if not sites or (self.sample < 1 and any(site.pool for site in fold.sites)):
             return {}
         here = [site for site in sites if not view.is_away(site)]
         rounded = [self._rounded(view, site, result) for site in here if self.rounds]
