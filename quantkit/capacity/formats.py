@@ -69,7 +69,7 @@ class Packed:
 
     def fitted(self, parameters: Parameters | None = None) -> Packed:
         """Return the format with the group size that a job without --group-size chooses for a model."""
-        if not self.method.has_open_groups:
+        if self.method.options.group_size is not None:
             return self
         linears = parameters.linears if parameters else ()
         method = self.method.with_groups((tensor.in_features, tensor.size) for tensor in linears)

@@ -53,7 +53,7 @@ def _check_early(request: Request, values: dict[str, Any]) -> None:
     folder = hub.local(request.source)
     if folder and folder.is_dir():
         headers.at(request.source, folder, strict=True)
-    named = request.output or not request.method.has_open_groups  # else the name depends on the model
+    named = request.output or request.method.options.group_size is not None  # else it depends on the model
     if named and not (request.overwrite or request.resume or values["dry_run"]):
         may_replace.check_new([single.destination for single in request.each()])
 

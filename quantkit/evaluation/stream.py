@@ -55,7 +55,7 @@ class Trial:
         what = f"{checkpoint.source} is quantized already"
         require(not checkpoint.quantized, what, "give --as the original checkpoint", USAGE)
         skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
-        if opened := method.has_open_groups:
+        if opened := method.options.group_size is None:
             method = linears.fitted(skeleton, method, (), ())
             if (size := method.options.group_size) != methods.GROUP_SIZES[0]:
                 typed += f",group_size={size}"

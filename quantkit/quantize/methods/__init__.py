@@ -214,11 +214,6 @@ class Method(ABC):
         solver = self.solver()
         return BuiltMethod(self.name, solver, layout, make_grid, self.transform(solver), Output(), self.notes)
 
-    @property
-    def has_open_groups(self) -> bool:
-        """Whether the user left the size of the method's groups open."""
-        return self.options.group_size is None
-
     def with_groups(self, linears: Iterable[tuple[int, int]]) -> Method:
         """Return the method with the largest of GROUP_SIZES that divides the width of all linears, except
         widths that none divides, and widths with a small share of the weights. linears: (in_features,

@@ -28,7 +28,7 @@ class AffineMethod(Method):
     def check(self) -> None:
         """Raise QuantkitError also for bits and groups that the layout cannot hold in any linear, and for
         bits of head or embedding that no client of the layout reads."""
-        method = self.with_groups(()) if self.has_open_groups else self
+        method = self.with_groups(()) if self.options.group_size is None else self
         options, layout = method.options, method.layout
         outside = {"head": options.head, "embedding": options.embedding}
         outside = {name: bits for name, bits in outside.items() if bits}

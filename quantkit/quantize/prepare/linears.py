@@ -81,7 +81,7 @@ def resolve(
 
 def settled(request: Request, checkpoint: Checkpoint | None = None) -> Request:
     """Return the request with the group size for its model, which its output's name and identity contain."""
-    if not request.method.has_open_groups:
+    if request.method.options.group_size is not None:
         return request
     skeleton = Skeleton(checkpoint or request.open(), torch.float32, torch.device("cpu"))
     if request.method.options.head:
