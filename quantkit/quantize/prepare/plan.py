@@ -153,7 +153,7 @@ class FreeMemory:
         host = min(distributed.all_gather(min([host_memory(), *limits])))
         free = min([free_memory(device), *([] if is_accelerator(device) else limits)])
         free = min(distributed.all_gather(free))
-        return FreeMemory(free, host, device, limit)
+        return FreeMemory(free, host if is_accelerator(device) else free, device, limit)
 
     def holds(self, peak: Peak, share: float = 1.0) -> bool:
         """Return whether a peak fits in a share of this memory."""
@@ -161,13 +161,11 @@ class FreeMemory:
 
     def check(self, peak: Peak, remedy: str) -> None:
         """Raise QuantkitError (exit code 5) unless a peak fits."""
-        host = self.computing
         if is_accelerator(self.device):
             check_memory(peak.computing, self.computing, remedy, self.device)
-            host = self.host
         if self.limit and self.limit.left <= self.host:
             remedy = self.limit.raised(peak.host) + f", or {remedy}" * (remedy != NONE_FITS)
-        check_memory(peak.host, host, remedy, limit=self.limit)
+        check_memory(peak.host, self.host, remedy, limit=self.limit)
 
 
 def decide(
