@@ -151,8 +151,7 @@ def retarget(weights: Sequence[Tensor], drift: Drift, damp: float) -> Sequence[T
         W* = W + (W (X̃ - X)ᵀX + RᵀX) (XᵀX)⁻¹
 
     Later norms divide each hidden state by its root mean square, so tokens are weighted by the inverse of it
-    where there is an R. Otherwise massive tokens, two hundred times as large as others, decide W* alone: on
-    Qwen2.5-Coder-1.5B that loses several times as much as round to nearest.
+    where there is an R. Otherwise massive tokens, two hundred times as large as others, decide W* alone.
 
     (GPTAQ, Li et al. 2025, arXiv:2504.02692, approximates this move column by column, without R.) XᵀX is
     damped as for error feedback. A regression fits noise, the more the wider the linear and the shorter the

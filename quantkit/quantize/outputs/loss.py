@@ -3,10 +3,7 @@ calibration.
 
 Errors of single linears are relative to all tokens together, so a massive first token decides them, and they
 do not show how errors add up. The KL divergence compares the predictions of the whole model, token by token.
-
-The original model runs block by block. Meanwhile the same tokens run through a second model, whose blocks are
-rounded to nearest: error feedback that loses more than this failed. Logits of the original are kept, so the
-two models are never in memory together.
+Logits of the original model are kept, so the two models are never in memory together.
 """
 
 import math
@@ -47,7 +44,8 @@ class Expected:
 
 def of_original(job: Job, listen: Callable[[int, int], None]) -> Expected:
     """Run the held-back tokens of a job through its source, and next to it through the baseline: the source
-    with blocks rounded to nearest, and with the output's embedding and head. One block is in memory.
+    with blocks rounded to nearest, and with the output's embedding and head. Error feedback that loses more
+    than the baseline failed. One block is in memory.
 
     listen: called with the number of finished blocks and of all."""
     skeleton, tokens = Skeleton(job.checkpoint, job.skeleton.dtype, job.skeleton.device), job.held_back.tokens

@@ -7,11 +7,9 @@ Chee et al. 2023, arXiv:2307.13304). Rounding to nearest has errors of the same 
 model this choice is within a percent of the best candidate's loss.
 
 Candidates come from the weights: `s_j = |W_:j|^-b · D_j^(a/2)`. With b = 1 all columns of a group are equally
-large. AWQ's `mean|x|^α` lowered the loss at no site of the bundled model.
-
-Pivots are computed from a sample of the tokens; the solver uses all tokens. Experts are not scaled, nor is
-the norm before a layer of experts. Blocks whose columns are alike are skipped: on SmolLM2-135M, where scales
-would lower the estimate by 2 to 9 percent, the KL divergence is the same with and without them.
+large. Pivots are computed from a sample of the tokens; the solver uses all tokens. Experts are not scaled,
+nor is the norm before a layer of experts. Blocks whose columns are alike are skipped: scales would lower the
+estimate by a few percent, and the KL divergence would stay the same.
 """
 
 from __future__ import annotations
