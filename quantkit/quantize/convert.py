@@ -104,7 +104,7 @@ def convert(source: str, to: str, output: Path | None, overwrite: bool, progress
                     manifest["linears"] = [{k: row[k] for k in row if k not in verify.ERRORS} for row in rows]
                 draft = Draft(written, material, manifest)
                 with staging.assemble() as path:
-                    written.write([draft], None, progress)
+                    written.write([draft], progress)
                 _compare(material, written, open_checkpoint(str(path)), progress)
                 if not staging.one_file:
                     written.sign(draft)

@@ -80,8 +80,8 @@ def _encoded(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
             stack.callback(job.staging.discard)
         stack.enter_context(watched(jobs[0].checkpoint))
         timings = Timings(jobs[0].skeleton.device)
-        imatrix = finish.importance_of(jobs, timings, progress)
-        return distributed.broadcast(lambda: finish.finish(jobs, None, timings, progress, imatrix))
+        jobs = finish.with_importance(jobs, timings, progress)
+        return distributed.broadcast(lambda: finish.finish(jobs, None, timings, progress))
 
 
 class Loop:

@@ -1,13 +1,11 @@
 """Turn staged blocks into a published checkpoint: merge, describe, read back, verify, rename."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -30,9 +28,6 @@ from quantkit.quantize.outputs.folder import TIMINGS
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.timings import Timings
 
-if TYPE_CHECKING:  # gguf takes a while to import, and few jobs need it
-    from quantkit.models.gguf.imatrix import Imatrix
-
 LOSS, VERIFY = "measuring the loss: the original model", "verifying what was written"
 LAST = slice(-8, None)  # tokens whose logits are compared: they depend on final norm and head
 # Largest relative difference of a token between the loop and the files read back. Both compute the same
@@ -42,24 +37,20 @@ FAULTY = "the disk or memory may be faulty; --resume writes and checks it again.
 
 
 def finish(
-    jobs: Sequence[Job],
-    final_states: Tensor | None,
-    timings: Timings,
-    progress: Progress,
-    imatrix: Imatrix | None = None,
+    jobs: Sequence[Job], final_states: Tensor | None, timings: Timings, progress: Progress
 ) -> list[Summary]:
     """Assemble the outputs of one source in their staging folders, verify and publish them.
 
     final_states: `[batch, tokens, hidden]`, the loop's own for the first batch of the only job; None if no
-    linear has a solver and the outputs encode all tensors, weighted by `imatrix`, in one pass over the
-    source. Frees the jobs' skeleton. A job killed in this function repeats all of it when resumed.
+    linear has a solver and the outputs encode all tensors in one pass over the source. Frees the jobs'
+    skeleton. A job killed in this function repeats all of it when resumed.
     """
     progress.phase("writing the checkpoint")
     drafts = [Draft(job.method.output, job.material, manifest(job)) for job in jobs]
     with timings("write"), ExitStack() as assembled:
         for job in jobs:
             assembled.enter_context(job.staging.assemble())
-        drafts[0].output.write(drafts, imatrix, progress)
+        drafts[0].output.write(drafts, progress)
     check_unchanged(jobs[0].checkpoint)  # before the disk is blamed
     reference = None if final_states is None else jobs[0].skeleton.logits(final_states[0, LAST])
     jobs[0].skeleton.free()  # no second embedding next to the original's or the written one
@@ -208,14 +199,16 @@ def summarize(job: Job, manifest: dict, timings: Timings, measured: Loss | None)
     )
 
 
-def importance_of(jobs: Sequence[Job], timings: Timings, progress: Progress) -> Imatrix | None:
-    """Return the importance of columns for outputs without a solver: as given, or as measured on text."""
-    job = next((job for job in jobs if job.method.output.gathers), jobs[0])
-    output = job.method.output
-    if not output.gathers:
-        return output.imatrix
-    gathered = importance.gather(
-        job.skeleton, job.batches, progress, timings, Place(job.plan.execution.states, job.staging.folder)
-    )
-    job.skeleton.free()  # its memory is needed for encoding
-    return importance.as_imatrix(gathered, output.linears, job.calibration)
+def with_importance(jobs: Sequence[Job], timings: Timings, progress: Progress) -> list[Job]:
+    """Return jobs without a solver, with the importance of columns in the outputs that measure it on text."""
+    imatrix, made = None, []
+    for job in jobs:
+        output = job.method.output
+        if output.gathers and not imatrix:
+            place = Place(job.plan.execution.states, job.staging.folder)
+            gathered = importance.gather(job.skeleton, job.batches, progress, timings, place)
+            job.skeleton.free()  # its memory is needed for encoding
+            imatrix = importance.as_imatrix(gathered, output.linears, job.calibration)
+        output = replace(output, imatrix=imatrix) if output.gathers else output
+        made.append(replace(job, method=replace(job.method, output=output)))
+    return made

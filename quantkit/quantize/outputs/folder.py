@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit import __version__
 from quantkit.errors import QuantkitError, count, name_all
@@ -28,9 +28,6 @@ from quantkit.quantize.outputs import Draft, Material, MeasureHead, Planned, Siz
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
 from quantkit.tables import megabytes
-
-if TYPE_CHECKING:  # gguf takes a while to import, and few jobs need it
-    from quantkit.models.gguf.imatrix import Imatrix
 
 TIMINGS = "quantkit-timings.json"
 RECIPE_RUN = ("exclude", "override", "experts", "allow_requantize", "max_shard_gb")
@@ -95,7 +92,7 @@ class Output:
         for row in (row for row in material.specs if row.embedding):
             outside.install_embedding(row, material, solver, measure_head, progress)
 
-    def write(self, drafts: Sequence[Draft], imatrix: Imatrix | None, progress: Progress) -> None:
+    def write(self, drafts: Sequence[Draft], progress: Progress) -> None:
         """Write the output, except for what `sign` and `describe` add. Folders are written one at a time,
         several GGUF files in one pass over the source."""
         (draft,) = drafts

@@ -184,9 +184,10 @@ class GgufOutput(Output):
             coded = types[target.name], _staged_rows(staged, target.name), target.shape[1]
             replace_parameter(skeleton, name, own, partial(_decoded, *coded, skeleton.dtype))
 
-    def write(self, drafts: Sequence[Draft], imatrix: Imatrix | None, progress: Progress) -> None:
+    def write(self, drafts: Sequence[Draft], progress: Progress) -> None:
         """Write the files of one model in one pass over the source. Staged tensors require a single file."""
         material = drafts[0].material
+        imatrix = next((draft.output.imatrix for draft in drafts if draft.output.imatrix), None)
         importance = imatrix.values() if imatrix else {}
         tensors, rest = material.staging.tensors(), material.staging.rest()
         staged, staged_scales = (_of_weights(tensors, part) for part in (".ggml", ".ggml_scale"))
@@ -198,7 +199,7 @@ class GgufOutput(Output):
             writers = []
             for draft in drafts:
                 shards = in_shards(draft.output._entries(), draft.material.shard_bytes)
-                metadata = draft.output._metadata(draft.manifest, imatrix)
+                metadata = draft.output._metadata(draft.manifest)
                 sums = {checksums.IN_SHARD if len(shards) > 1 else checksums.IN_FILE: checksums.BLANK}
                 writers.append(
                     stack.enter_context(in_files(draft.material.staging.assembled, metadata, shards, sums))
@@ -278,12 +279,11 @@ class GgufOutput(Output):
             encoded.append((torch.cat(rows), [scale for scale in scales if scale is not None]))
         return encoded
 
-    def _metadata(self, manifest: dict, imatrix: Imatrix | None) -> dict[str, Any]:
+    def _metadata(self, manifest: dict) -> dict[str, Any]:
         """Return the file's metadata including the manifest, without the sum of its tensors."""
-        used = imatrix.metadata(self.origin) if imatrix and (self.gathers or self.imatrix) else {}
         return {
             **self.metadata,
-            **used,
+            **(self.imatrix.metadata(self.origin) if self.imatrix else {}),
             "quantkit.manifest": json.dumps(manifest, ensure_ascii=False),
             LOSS: " " * LOSS_ROOM,
         }
