@@ -18,7 +18,7 @@ literally.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,11 +61,7 @@ class GptqSolver(Solver):
         return frozenset({Statistic.HESSIAN} | drift)
 
     def solve(
-        self,
-        weights: Sequence[Tensor],
-        grids: Sequence[Grid],
-        hessian: Tensor | None = None,
-        curvatures: Sequence[Tensor | None] = (),
+        self, weights: Sequence[Tensor], grids: Sequence[Grid], hessian: Tensor | None = None, *unused: Any
     ) -> list[Solved]:
         """Solve weights `[out_k, in]` float32; those that share a grid are quantized as one matrix. hessian:
         `[in, in]` float32, symmetric. Sites of equal shape are solved together if stacked, `[sites, out_k,

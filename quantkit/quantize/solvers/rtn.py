@@ -62,11 +62,7 @@ class RtnSolver(Solver):
         return frozenset(counting | ({Statistic.HESSIAN} if self.weighted else set()))
 
     def solve(
-        self,
-        weights: Sequence[Tensor],
-        grids: Sequence[Grid],
-        hessian: Tensor | None = None,
-        curvatures: Sequence[Tensor | None] = (),
+        self, weights: Sequence[Tensor], grids: Sequence[Grid], hessian: Tensor | None = None, *unused: Any
     ) -> list[Solved]:
         """Solve a site. Errors are None unless weighted."""
         pairs = zip(weights, grids, strict=True)
