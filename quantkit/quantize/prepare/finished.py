@@ -10,6 +10,8 @@ from quantkit.quantize.prepare.request import Request
 from quantkit.quantize.staging.fingerprint import differences
 from quantkit.text import calibration
 
+TYPED = ("experts", "allow_requantize", "max_shard_gb", "dtype", "batch_size", "sequential", "threads")
+
 
 def is_finished(request: Request) -> bool:
     """Return whether the output exists and its staging folder does not."""
@@ -64,19 +66,13 @@ def unlike(request: Request) -> list[str] | None:
 def _compared(request: Request, manifest: dict, job: dict) -> tuple[dict, dict]:
     """Return the options of the finished job and the requested ones; options that the request
     leaves open take the finished job's values."""
-    run, execution = request.run, job.get("execution") or {}
-    finished = {"model": (manifest.get("source") or {}).get("name"), "method": manifest.get("method")}
-    finished |= {key: job.get(key) for key in ("options", "exclude", "override")}
-    requested = {"model": Path(request.source).name, "method": request.method.name}
-    requested |= {"options": request.method.record()}
+    run = request.run
+    typed = {name: getattr(run, name) for name in TYPED}
+    typed["device"] = "auto" if run.device == "auto" else str(choose_device(run.device))
+    requested = {name: value for name, value in typed.items() if value not in (None, "auto")}
     requested |= {"exclude": list(run.exclude), "override": list(run.override)}
-    for name in ("experts", "allow_requantize", "max_shard_gb"):
-        requested[name] = getattr(run, name)
-        finished[name] = None if requested[name] is None else job.get(name, requested[name])
-    for name in ("dtype", "batch_size", "sequential", "threads"):
-        if (value := getattr(run, name)) not in (None, "auto"):
-            requested[name], finished[name] = value, execution.get(name, value)
-    if run.device != "auto":
-        requested["device"] = str(choose_device(run.device))
-        finished["device"] = execution.get("device", requested["device"])
-    return finished, requested
+    requested |= {"options": request.method.record(), "method": request.method.name}
+    requested["model"] = Path(request.source).name
+    finished = dict.fromkeys(("options", "exclude", "override")) | job | (job.get("execution") or {})
+    finished |= {"method": manifest.get("method"), "model": (manifest.get("source") or {}).get("name")}
+    return {name: finished.get(name, value) for name, value in requested.items()}, requested
