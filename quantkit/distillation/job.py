@@ -29,7 +29,7 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import check_unchanged, open_checkpoint
 from quantkit.models.machine.memory import map_large_blocks
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.job import calibrate, open_skeleton
+from quantkit.quantize.job import calibrate, execution_of, open_skeleton
 from quantkit.quantize.outputs.folder import TIMINGS, write_json
 from quantkit.quantize.prepare.plan import check_disk
 from quantkit.quantize.progress import Progress
@@ -71,7 +71,7 @@ class Job:
             "teacher_sha256": teacher.sha256(),
             "options": asdict(self.request.options),
             "calibration": self.calibration.record(),
-            "execution": self._execution(),
+            "execution": execution_of(self.training.student.skeleton, self.training.train),
         }
         return replace(self, fingerprint=fingerprint)
 
@@ -96,17 +96,7 @@ class Job:
                 "held_out": sum(map(len, training.held_out)),
             },
             "memory": self.memory,
-            "execution": self._execution(),
-        }
-
-    def _execution(self) -> dict:
-        """Return the part of the fingerprint that a resumed job adopts."""
-        skeleton = self.training.student.skeleton
-        return {
-            "dtype": str(skeleton.dtype).removeprefix("torch."),
-            "device": str(skeleton.device),
-            "batch_size": len(self.training.train[0]),
-            "threads": torch.get_num_threads(),
+            "execution": execution_of(self.training.student.skeleton, self.training.train),
         }
 
     def run(self, progress: Progress) -> dict:

@@ -1,10 +1,11 @@
 """Turn a request into a job: open, resolve and check everything before weights are loaded."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -204,6 +205,16 @@ def open_skeleton(checkpoint: Checkpoint, run: RunOptions, adopted: dict | None 
     skeleton.names.check_complete()
     skeleton.streams = any(distributed.all_gather(skeleton.streams))
     return skeleton
+
+
+def execution_of(skeleton: Skeleton, batches: Sequence[Tensor]) -> dict[str, Any]:
+    """Return how a model runs on batches of token ids, for JSON."""
+    return {
+        "dtype": str(skeleton.dtype).removeprefix("torch."),
+        "device": str(skeleton.device),
+        "batch_size": len(batches[0]),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _check_ranks(method: BuiltMethod) -> None:

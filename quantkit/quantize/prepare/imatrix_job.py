@@ -20,7 +20,7 @@ from quantkit.models.skeleton.linears import linears
 from quantkit.quantize.calibrate import importance
 from quantkit.quantize.calibrate.importance import Importance
 from quantkit.quantize.calibrate.states import Place
-from quantkit.quantize.job import calibrate, open_skeleton
+from quantkit.quantize.job import calibrate, execution_of, open_skeleton
 from quantkit.quantize.prepare import plan
 from quantkit.quantize.prepare.memory import COMFORT, Peak, forward_memory
 from quantkit.quantize.prepare.request import Request
@@ -56,12 +56,7 @@ class ImatrixJob:
             **({"ranks": distributed.count()} if distributed.count() > 1 else {}),
             "calibration": self.calibration.record(),
             "memory_bytes": self.memory_bytes,
-            "execution": {
-                "dtype": str(self.skeleton.dtype).removeprefix("torch."),
-                "device": str(self.skeleton.device),
-                "batch_size": len(self.batches[0]),
-                "threads": torch.get_num_threads(),
-            },
+            "execution": execution_of(self.skeleton, self.batches),
         }
 
 
