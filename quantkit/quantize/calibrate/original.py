@@ -106,27 +106,23 @@ class Original:
 
     def _observe(self) -> list[Tensor]:
         """Run the original states through the block and return its outputs."""
-        with self._listen(self._original_outputs, self._home) as stack:
-            for site, kept in self._inputs.items():
-                hook = lambda module, args, kept=kept: self._keep(kept, args[0], self._home)  # noqa: E731
-                stack.enter_context(self._block.get_submodule(site.module).register_forward_pre_hook(hook))
+        inputs = {site.module: kept for site, kept in self._inputs.items()}
+        with self._listen(self._original_outputs, self._home), self._listen(inputs, self._home, inputs=True):
             batches = list(self._at)
             run = lambda at: self._run(batches[at], self._original[at])  # noqa: E731
             outputs = self._skeleton.in_step(self._index, run, len(batches))
             return [to_host(output) if self._home.type == "cpu" else output for output in outputs]
 
-    def _listen(self, kept: dict[str, Batches], where: torch.device) -> ExitStack:
-        """Keep the outputs of writers until the returned stack is closed."""
+    def _listen(self, kept: dict[str, Batches], where: torch.device, inputs: bool = False) -> ExitStack:
+        """Keep the outputs of linears, or their inputs, until the returned stack is closed."""
         stack = ExitStack()
         for name, batches in kept.items():
 
             def keep(module: nn.Module, args: tuple, output: Tensor, batches: Batches = batches) -> None:
-                self._keep(batches, output, where)
+                tensor = args[0] if inputs else output
+                if (k := self._batch.get()) is not None:
+                    away = where.type == "cpu" and not tensor.is_cpu
+                    batches[k] = to_host(tensor, wait=False) if away else tensor.to(where, copy=True)
 
             stack.enter_context(self._block.get_submodule(name).register_forward_hook(keep))
         return stack
-
-    def _keep(self, kept: Batches, tensor: Tensor, where: torch.device) -> None:
-        if (k := self._batch.get()) is not None:
-            away = where.type == "cpu" and not tensor.is_cpu
-            kept[k] = to_host(tensor, wait=False) if away else tensor.to(where, copy=True)
