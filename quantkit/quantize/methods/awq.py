@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from quantkit.errors import USAGE, require
 from quantkit.layouts import Layout, Width
@@ -23,6 +23,8 @@ UNCLIPPED = ("q_proj", "k_proj", "qkv", "query", "key", "c_attn", "wq")
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
+    transform: ClassVar[str] = "awq"
+
     bits: int = option(4, "Bits per weight, 2 to 8; the awq layout holds 4.")
     group_size: int | None = option(None, _options.GROUP_SIZE)
     sym: bool = option(False, "Symmetric grid: no zero point for each group.", negated=True)
@@ -77,12 +79,6 @@ class Awq(AffineMethod):
         clip = self.options.search_scale and not feedback and not leaf.startswith(UNCLIPPED)
         signed, width = self.options.signed_scales, (width.bits, width.group_size, width.symmetric)
         return AffineGrid(*width, search=feedback, clip=clip, signed=signed)
-
-    def solver(self) -> Solver:
-        """Return the solver for `--solver`; round to nearest weighs errors, because columns are scaled."""
-        from quantkit.quantize.solvers.rtn import RtnSolver
-
-        return RtnSolver(weighted=True) if self.options.solver == "rtn" else super().solver()
 
     def transform(self, solver: Solver) -> AwqScaling:
         """Return the scaling of each block."""

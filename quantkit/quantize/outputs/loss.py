@@ -112,7 +112,8 @@ def warning(loss: Loss | None, options: Any, dtype: str) -> str | None:
     if loss is None:
         return f"the loss is unknown: predictions are not finite in {dtype}; try --dtype float32"
     if loss.rtn_kld is not None and loss.kld > loss.rtn_kld + NOISE:
-        other = [name for name, value in REMEDIES.items() if getattr(options, name) != value]
+        typed = vars(options)  # not what a method has once for all
+        other = [name for name, value in REMEDIES.items() if typed.get(name, value) != value]
         tries = " or ".join(f"--{name} {REMEDIES[name]}" for name in other) or "another method"
         return (
             f"the output loses more than round to nearest: KL divergence {loss.kld:.3g} against "
