@@ -33,14 +33,6 @@ class Unit:
     weights: int
     candidates: tuple[Candidate, ...]
 
-    def candidate(self, name: str) -> Candidate:
-        """Return the candidate with this name."""
-        return next(candidate for candidate in self.candidates if candidate.name == name)
-
-    def bits(self, candidate: Candidate) -> float:
-        """Return a candidate's bits per weight."""
-        return 8 * candidate.nbytes / self.weights
-
 
 Choice = Mapping[str, str]  # unit -> candidate, by their names
 
@@ -56,7 +48,8 @@ class Preset:
 
 def nbytes(units: Sequence[Unit], choice: Choice) -> int:
     """Return the bytes of all units in the chosen candidates."""
-    return sum(unit.candidate(choice[unit.name]).nbytes for unit in units)
+    sizes = {(unit.name, candidate.name): candidate.nbytes for unit in units for candidate in unit.candidates}
+    return sum(sizes[unit.name, choice[unit.name]] for unit in units)
 
 
 def bits_per_weight(units: Sequence[Unit], choice: Choice) -> float:
@@ -66,8 +59,8 @@ def bits_per_weight(units: Sequence[Unit], choice: Choice) -> float:
 
 def usual(unit: Unit) -> Candidate:
     """Return the candidate in which a unit is stored while others are measured: about 3 bits per weight."""
-    smallest = unit.candidates[0]
-    larger = (other for other in unit.candidates if unit.bits(other) >= unit.bits(smallest) + USUAL_BITS)
+    smallest, more = unit.candidates[0], USUAL_BITS * unit.weights / 8
+    larger = (other for other in unit.candidates if other.nbytes >= smallest.nbytes + more)
     return next(larger, smallest)
 
 
