@@ -110,16 +110,12 @@ class SuspendedForward:
     def outputs(self) -> Iterator[Tensor]:
         """Yield the block's outputs, batch by batch. Call it after the last site to be measured."""
         self._pass(len(self._ahead))
-        try:
-            yield from self._next()
-        finally:
-            self.close()
+        return self._next()
 
     def close(self) -> None:
         """End all passes, free their activations and restore the linears."""
         for linear in self._suspended:
             del linear.forward
-        self._suspended = []
         with torch.no_grad():
             for flight in self._flights:
                 flight.throw()
