@@ -82,10 +82,8 @@ class States:
 
     def advance(self, outputs: Iterable[Tensor]) -> None:
         """Replace the batches by a block's outputs, one by one."""
-        count = 0
-        for count, hidden in enumerate(outputs, 1):
-            self[count - 1] = hidden
-        assert count == len(self), "as many outputs as batches"
+        for k, hidden in zip(range(len(self)), outputs, strict=True):
+            self[k] = hidden
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[k] for k in range(len(self)))
