@@ -146,20 +146,16 @@ def _card(record: dict, name: str) -> str:
     """Return the section on distillation for the model card."""
     made, stages = record["calibration"], record["stages"]
     done = [f"{stage['name']} {'kept' if stage['kept'] else 'left out'}" for stage in stages]
-    lines = [
-        "",
-        "## Distilled",
-        "",
-        f"By quantkit {__version__} from {record['teacher']['name']}: scales, norms and biases were trained, "
-        f"codes are as they were ({'; '.join(done)}).",
+    return (
+        f"\n## Distilled\n\nBy quantkit {__version__} from {record['teacher']['name']}: scales, norms and "
+        f"biases were trained, codes are as they were ({'; '.join(done)}).\n"
         f"KL divergence from the teacher on held-out calibration text: {record['before']:.5f} before, "
-        f"{record['after']:.5f} after.",
+        f"{record['after']:.5f} after.\n"
         f"Text: {made['samples']} sequences of {made['seqlen']} tokens of {made['source']} text (sha256 "
-        f"{made['sha256'][:16]}…), of which {record['held_out']} were held out.",
+        f"{made['sha256'][:16]}…), of which {record['held_out']} were held out.\n"
         "Evaluate the gain: `quantkit eval "
-        f"{record['teacher']['name']} {record['student']['name']} {name} --text TEXT`.",
-    ]
-    return "\n".join(lines) + "\n"
+        f"{record['teacher']['name']} {record['student']['name']} {name} --text TEXT`.\n"
+    )
 
 
 def verify(student: Student, floats: Floats | None, path: Path, ids: Tensor) -> None:
