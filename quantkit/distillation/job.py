@@ -5,8 +5,6 @@
 This file opens and compares both models and plans memory before any weights are loaded.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -56,24 +54,6 @@ class Job:
     memory: dict[str, int | bool]
     trained: dict[str, int]
     fingerprint: dict = field(default_factory=dict)
-
-    def signed(self, progress: Progress) -> Job:
-        """Return the job with its fingerprint, on which the output's bytes depend. Raises QuantkitError if
-        the disk is too small."""
-        teacher, student = self.training.teacher.checkpoint, self.training.student.checkpoint
-        check_disk(self.staging.output.absolute(), 2 * student.stored_bytes)
-        progress.phase("hashing the source")
-        fingerprint = {
-            "quantkit": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "source_sha256": student.sha256(),
-            "teacher_sha256": teacher.sha256(),
-            "options": asdict(self.request.options),
-            "calibration": self.calibration.record(),
-            "execution": execution_of(self.training.student.skeleton, self.training.train),
-        }
-        return replace(self, fingerprint=fingerprint)
 
     @property
     def refused(self) -> dict | None:
@@ -224,7 +204,21 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
     memory = whole.plan_memory(training)
     held = windows.load(teacher, text, column=request.calibration.text_column) if text else None
     job = Job(request, training, calibrated, staging, held, memory, trained)
-    return job if dry_run else job.signed(progress)
+    if dry_run:
+        return job
+    check_disk(staging.output.absolute(), 2 * learner.checkpoint.stored_bytes)
+    progress.phase("hashing the source")
+    fingerprint = {  # all that the output depends on
+        "quantkit": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "source_sha256": learner.checkpoint.sha256(),
+        "teacher_sha256": taught.checkpoint.sha256(),
+        "options": asdict(request.options),
+        "calibration": calibrated.record(),
+        "execution": execution_of(learner.skeleton, training.train),
+    }
+    return replace(job, fingerprint=fingerprint)
 
 
 def _text(
