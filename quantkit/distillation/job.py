@@ -8,12 +8,9 @@ This file opens and compares both models and plans memory before any weights are
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import torch
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quantkit import __version__
 from quantkit.distillation import blocks, publish, whole
 from quantkit.distillation.blocks import Training
 from quantkit.distillation.request import Request, stage
@@ -31,6 +28,7 @@ from quantkit.quantize.job import calibrate, execution_of, open_skeleton
 from quantkit.quantize.outputs.folder import TIMINGS, write_json
 from quantkit.quantize.prepare.plan import check_disk
 from quantkit.quantize.progress import Progress
+from quantkit.quantize.staging.fingerprint import versions
 from quantkit.quantize.staging.folder import Staging, disk_errors
 from quantkit.quantize.timings import Timings
 from quantkit.text.calibration import CalibrationSet, hold_out
@@ -209,9 +207,7 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
     check_disk(staging.output.absolute(), 2 * learner.checkpoint.stored_bytes)
     progress.phase("hashing the source")
     fingerprint = {  # all that the output depends on
-        "quantkit": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **versions(),
         "source_sha256": learner.checkpoint.sha256(),
         "teacher_sha256": taught.checkpoint.sha256(),
         "options": asdict(request.options),

@@ -22,6 +22,7 @@ from quantkit.quantize.outputs.folder import TIMINGS, recipe_of
 from quantkit.quantize.prepare import recipe
 from quantkit.quantize.prepare.request import Request
 from quantkit.quantize.progress import Progress
+from quantkit.quantize.staging.fingerprint import versions
 
 SCHEMA = "quantkit.reproduction/1"
 CANNOT = "the manifest of {} records no job that could run again"
@@ -72,7 +73,7 @@ def add(
             what = f"{CANNOT.format(path.name)}: {error.message}"  # nobody typed its values
             raise QuantkitError(what, "audit what quantkit wrote", UNSUPPORTED) from error
         made, text = manifest["job"], job.calibration and job.calibration.record()
-        here = {name: job.fingerprint[name] for name in ("quantkit", "torch", "transformers")}
+        here = versions()
         there = {name: made.get(name) for name in here} | {"machine": _machine(path, manifest)}
         here["machine"] = machine_of(job.skeleton.device)
         problems, found = [], {"blocks": [], "linears": []}

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
-from quantkit import __version__
 from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all, refusal, require
 from quantkit.layouts import LinearSpec, Statistic
 from quantkit.models.files import gguf_shards
@@ -31,7 +29,7 @@ from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.quantize.prepare.request import Request
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
-from quantkit.quantize.staging.fingerprint import check_equal
+from quantkit.quantize.staging.fingerprint import check_equal, versions
 from quantkit.quantize.staging.folder import Staging
 from quantkit.text import calibration
 from quantkit.text.calibration import CalibrationSet, HeldBack
@@ -298,9 +296,7 @@ def _fingerprint(
     """Return everything that affects the output's bytes. Only a job with an equal fingerprint resumes."""
     run = request.run
     return {
-        "quantkit": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **versions(),
         "source_sha256": source_sha256.result() if source_sha256.done() else None,
         "method": request.method.name,
         "options": request.method.record(),

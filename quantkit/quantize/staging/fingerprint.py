@@ -4,7 +4,9 @@ import dataclasses
 from typing import Any
 
 import torch
+import transformers
 
+from quantkit import __version__
 from quantkit.errors import UNSUPPORTED, name_all, require
 from quantkit.models.machine import distributed
 from quantkit.models.machine.device import machine_of
@@ -19,6 +21,11 @@ WORDS = {  # entries that are no option's value, in the words of a user
     "calibration.source": "--calibration",
     "calibration.sha256": "calibration tokens",
 }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a job's output depends on."""
+    return {"quantkit": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def differences(stored: dict, requested: dict, prefix: str = "") -> list[str]:
