@@ -171,12 +171,12 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return bool((delta.norm(dim=-1) <= TOLERANCE * whole.norm(dim=-1)).all())
 
 
-def assign(block: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace a parameter of the block, in its dtype."""
+def assign(block: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Replace a parameter of the block, by default in its dtype."""
     owner, _, leaf = name.rpartition(".")
-    module = block.get_submodule(owner)
-    dtype = getattr(module, leaf).dtype
-    setattr(module, leaf, nn.Parameter(tensor.detach().to(dtype), requires_grad=False))
+    dtype = dtype or block.get_parameter(name).dtype
+    parameter = nn.Parameter(tensor.detach().to(dtype), requires_grad=False)
+    setattr(block.get_submodule(owner), leaf, parameter)
 
 
 def _tensors(tree: object) -> list[Tensor]:
@@ -203,11 +203,8 @@ def in_float32(view: BlockView, changed: set[str], modules: Sequence[str] = ("",
     quantized = {f"{name}.weight" for name, grid in view.grids.items() if grid}
     changed -= quantized
     for name in dtypes.keys() - quantized:
-        owner, _, leaf = name.rpartition(".")
-        module = view.block.get_submodule(owner)
-        tensor = getattr(module, leaf).detach()
-        tensor = view.stored(name, tensor) if name in changed else tensor
-        setattr(module, leaf, nn.Parameter(tensor.to(dtypes[name]), requires_grad=False))
+        tensor = view.block.get_parameter(name).detach()
+        assign(view.block, name, view.stored(name, tensor) if name in changed else tensor, dtypes[name])
 
 
 def set_aside(block: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
@@ -217,7 +214,7 @@ def set_aside(block: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, 
         module = block.get_submodule(name)
         if module.weight.dtype != dtype:
             weight = module.weight.detach()
-            module.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+            assign(block, f"{name}.weight", weight, dtype)
             if not torch.equal(module.weight.float(), weight):
                 exact[name] = weight
     return exact
