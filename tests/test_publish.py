@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.errors import QuantkitError
 from quantkit.quantize import loop
-from quantkit.quantize.outputs import finish
+from quantkit.quantize.outputs import Draft, finish
 from quantkit.quantize.outputs.folder import model_card
 from quantkit.quantize.progress import Progress
 
@@ -41,7 +41,8 @@ def test_the_card_names_the_original_as_the_hub_does(tiny_model, tmp_path, sourc
     prepared = jobs.prepare("nf4", tiny_model("llama"), tmp_path / "out")
     summary = replace(loop.run([prepared], Progress())[0], source=source)
     manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
-    head, card = model_card(tmp_path / "out", prepared.material, manifest, summary)
+    draft = Draft(prepared.method.output, prepared.material, manifest)
+    head, card = model_card(tmp_path / "out", draft, summary)
     assert head.get("base_model") == base and f"\n{base or 'llama-7b'}, compressed by quantkit" in card
     assert f"quantkit {command}" in card
     assert "Mean relative weight error of a linear: " in card

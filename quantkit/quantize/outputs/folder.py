@@ -138,7 +138,7 @@ class Output:
         record = {"seconds": summary.seconds, "steps_down": summary.steps_down}
         record["machine"] = machine_of(draft.material.skeleton.device)
         (path / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")
-        card.write(path / card.CARD, *model_card(path, draft.material, draft.manifest, summary))
+        card.write(path / card.CARD, *model_card(path, draft, summary))
 
 
 def _write_small(material: Material, path: Path) -> None:
@@ -183,23 +183,21 @@ def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def model_card(
-    path: Path, material: Material, manifest: dict, summary: Summary
-) -> tuple[dict[str, Any], str]:
+def model_card(path: Path, draft: Draft, summary: Summary) -> tuple[dict[str, Any], str]:
     """Return head and text (from card.md.jinja) of the model card for the hub. path: of the output."""
     from jinja2 import StrictUndefined, Template
 
-    checkpoint, name = material.checkpoint, Path(summary.output).name
+    checkpoint, name = draft.material.checkpoint, Path(summary.output).name
     base, loaded_by = card.base_of(summary.source, checkpoint.folder), describe(open_contents(str(path)))
-    layout = "gguf" if path.is_file() else material.config["quant_method"]
+    layout = "gguf" if path.is_file() else draft.material.config["quant_method"]
     template = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
     text = Template(template, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined).render(
         source=base or Path(summary.source).name,
         name=name,
         files=gguf_shards.of(Path(name)),
         summary=summary,
-        job=manifest["job"],
-        recipe=recipe_of(manifest),
+        job=draft.manifest["job"],
+        recipe=recipe_of(draft.manifest),
         load=clients.how_to_load(loaded_by["clients"], name),
         manifest="The metadata" if path.is_file() else f"`{MANIFEST}`",
         version=__version__,

@@ -250,8 +250,7 @@ class GgufOutput(Output):
         path = gguf_shards.first(draft.material.staging.assembled)
         if summary.loss:
             gguf_writer.fill(path, LOSS, json.dumps(asdict(summary.loss), ensure_ascii=False))
-        made = model_card(path, draft.material, draft.manifest, summary)
-        card.write_own(card.path_of(Path(summary.output)), *made)
+        card.write_own(card.path_of(Path(summary.output)), *model_card(path, draft, summary))
 
     def _encoded(
         self,
