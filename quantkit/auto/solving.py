@@ -5,7 +5,7 @@ Only measured candidates are solved. Other candidates are rounded to nearest, wh
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -21,6 +21,7 @@ from quantkit.layouts import LinearSpec, Statistic
 from quantkit.quantize.calibrate.measure import Measuring
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, Block, Site, find_sites
 from quantkit.quantize.calibrate.statistics import SiteStatistics
+from quantkit.quantize.calibrate.view import Transformed
 from quantkit.quantize.solvers import loss
 from quantkit.quantize.solving import solve
 from quantkit.quantize.timings import Timings
@@ -29,39 +30,8 @@ from quantkit.quantize.transforms.scaling import ColumnScaling
 States = list[Tensor]  # batches of hidden states, `[batch, tokens, hidden]`
 Values = Mapping[str, Tensor]  # weights `[out, in]` by the names of linears inside a block
 HESSIAN_BYTES = 1 << 30  # maximum of Hessians in memory: many experts are measured in parts
-
-
-@dataclass(frozen=True)
-class Scales:
-    """The scales of a block's transform. columns: {site: s `[in]`}. rows: {linear: f `[out, 1]`}.
-
-    A transform divides the inputs of a site by s, multiplies the site's columns by s, and divides the rows of
-    the linear that produces these inputs. So the job quantizes `diag(f) W diag(s)`. Divided by both scales,
-    the quantized values have the same effect in the original block, where units are replaced.
-    """
-
-    columns: Mapping[Site, Tensor] = field(default_factory=dict)
-    rows: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def scaled(self, site: Site, name: str, weight: Tensor) -> Tensor:
-        """Return the transformed weight `[out, in]`, which the job quantizes."""
-        return weight * self.columns.get(site, 1) * self.rows.get(name, 1)
-
-    def undone(self, site: Site, name: str, values: Tensor) -> Tensor:
-        """Return a transformed weight's values `[out, in]` for use in the original block."""
-        return self.rows_undone(name, values / self.columns.get(site, 1))
-
-    def rows_undone(self, name: str, values: Tensor) -> Tensor:
-        """Return values divided by the row scales only: errors on the scale of the original outputs."""
-        return values / self.rows.get(name, 1)
-
-    def entering(self, site: Site, statistics: SiteStatistics) -> SiteStatistics:
-        """Return a site's statistics after the transform. `statistics` is changed in place."""
-        return statistics if site not in self.columns else statistics.divided(self.columns[site])
-
-
-# The loaded block; its scales; statistics of its sites after the transform, without experts.
-Loaded = tuple[Block, Scales, dict[Site, SiteStatistics]]
+# The loaded block; its transform; statistics of its sites after the transform, without experts.
+Loaded = tuple[Block, Transformed, dict[Site, SiteStatistics]]
 
 
 class Solving:
@@ -103,15 +73,23 @@ class Solving:
     def _solved(
         self, unit: Unit, entering: States, chosen: Candidate, rounded: Sequence[Candidate] = ()
     ) -> tuple[dict[str, Tensor], Errors]:
-        """Return {linear: solved weight} of `chosen`, and errors of `chosen` and `rounded`."""
+        """Return {linear: solved weight} of `chosen`, and errors of `chosen` and `rounded`.
+
+        A transform divides the inputs of a site by s, multiplies the site's columns by s, and divides the
+        rows of the linear that produces these inputs. So the job quantizes `diag(f) W diag(s)`. Divided by
+        both scales, the quantized values have the same effect in the original block.
+        """
         skeleton, index = self._job.skeleton, unit.block
         specs = {spec.local: spec for spec in unit.specs}
         solved: dict[str, Tensor] = {}
         rounding, solving, scale = Counter(), Counter(), 0.0
-        for site, statistics, scales in self._measured(unit, entering):
+        for site, statistics, transformed in self._measured(unit, entering):
             names = [name for name in site.linears if name in specs]
-            weights = [scales.scaled(site, name, skeleton.part(index, name).weight.float()) for name in names]
-            lost = partial(_lost, scales, statistics, names, weights)
+            weights = [skeleton.part(index, name).weight.float() for name in names]
+            s, rows = transformed.divided_by.get(site, 1), transformed.row_factors
+            f = [rows[name][:, None] if name in rows else 1 for name in names]
+            weights = [weight * s * factor for weight, factor in zip(weights, f, strict=True)]
+            lost = partial(_lost, f, statistics, weights)
             scale += lost([weight * 0 for weight in weights])
             for candidate in rounded:
                 pairs = zip(weights, self._grids(specs, names, candidate), strict=True)
@@ -120,8 +98,8 @@ class Solving:
             results = solve(self._job.method.solver, weights, grids, statistics)
             values = [result.weight.values() for result in results]
             solving[chosen.name] += lost(values)
-            for name, value in zip(names, values, strict=True):
-                solved[name] = scales.undone(site, name, value).to(skeleton.dtype)
+            for name, value, factor in zip(names, values, f, strict=True):
+                solved[name] = (value / s / factor).to(skeleton.dtype)
         scale = max(scale, TINY)
         return solved, {
             "nearest": {name: error / scale for name, error in rounding.items()},
@@ -138,19 +116,19 @@ class Solving:
         self.errors[unit.name] = self._outside.solve(unit, measured(unit))
         return self._outside.values(unit)
 
-    def _measured(self, unit: Unit, entering: States) -> Iterator[tuple[Site, SiteStatistics, Scales]]:
-        """Yield each site of the unit with its Hessian and scales; experts are measured in parts."""
+    def _measured(self, unit: Unit, entering: States) -> Iterator[tuple[Site, SiteStatistics, Transformed]]:
+        """Yield each site of the unit with its Hessian and transform; experts are measured in parts."""
         if self._loaded is None or self._loaded[0].index != unit.block:
             self._loaded = None  # frees the statistics of the previous block
             self._loaded = self._block(unit.block, entering)
-        block, scales, statistics = self._loaded
+        block, transformed, statistics = self._loaded
         names = {spec.local for spec in unit.specs}
         sites = [site for site in block.sites if names.intersection(site.linears)]
-        yield from ((site, statistics[site], scales) for site in sites if site in statistics)
+        yield from ((site, statistics[site], transformed) for site in sites if site in statistics)
         layers = {site.pool: site for site in block.sites if not site.linears}
         for experts in _in_batches([site for site in sites if site not in statistics]):
             gathered = self._measuring(block, entering).at_once([layers[experts[0].pool], *experts])
-            yield from ((site, gathered.pop(site), scales) for site in experts)
+            yield from ((site, gathered.pop(site), transformed) for site in experts)
 
     def _measuring(self, block: Block, entering: States) -> Measuring:
         job = self._job
@@ -158,7 +136,7 @@ class Solving:
         return Measuring(job.skeleton, block, entering, *given, len(entering))
 
     def _block(self, index: int, entering: States) -> Loaded:
-        """Return the block with the grids of its usual candidates, its scales, and its sites' statistics."""
+        """Return the block with grids of its usual candidates, its transform and its sites' statistics."""
         skeleton = self._job.skeleton
         module, probe = skeleton.blocks[index], entering[0][:1, :PROBE_TOKENS]
         sites = find_sites(module, lambda: skeleton.run_block(index, probe))
@@ -168,34 +146,37 @@ class Solving:
                 specs[local] = replace(spec, grid=self._space.grid(spec, stored))
         block = Block(index, module, specs, sites, probe)
         measuring = self._measuring(block, entering)
-        scales = _scales(measuring, self._job.method.transform)
+        transformed = _transformed(measuring, self._job.method.transform)
         plain = [site for site in block.chosen if site.pool is None]
         measured = measuring.at_once(plain) if plain else {}
-        return block, scales, {site: scales.entering(site, sums) for site, sums in measured.items()}
+        for site, scale in transformed.divided_by.items():
+            measured[site] = measured[site].divided(scale)
+        return block, transformed, measured
 
 
-def _scales(measuring: Measuring, transform: ColumnScaling | None) -> Scales:
-    """Apply the transform to a block, except experts; return the scales and restore the block."""
+def _transformed(measuring: Measuring, transform: ColumnScaling | None) -> Transformed:
+    """Apply the transform to a block, except experts; return the changes and restore the block."""
     block = measuring.block
     if transform is None or not block.around:
-        return Scales()
+        return Transformed({})
     statistics = measuring.at_once(block.around, transform.sample)
     original = block.module.state_dict()  # the transform replaces parameters
     transformed = transform.apply(measuring.view(statistics))
     block.module.load_state_dict(original, assign=True)
-    linears = {name for site in block.around for name in site.linears}
-    rows = {name: factor[:, None] for name, factor in transformed.row_factors.items() if name in linears}
-    return Scales(transformed.divided_by, rows)
+    return replace(transformed, statistics={})
 
 
 def _lost(
-    scales: Scales, statistics: SiteStatistics, names: Sequence[str], weights: Sequence[Tensor],
+    rows: Sequence[Tensor | int],
+    statistics: SiteStatistics,
+    weights: Sequence[Tensor],
     values: Sequence[Tensor],
-) -> float:  # fmt: skip
-    """Return the error of all outputs of a site; experts count by their tokens."""
-    deltas = (value - weight for value, weight in zip(values, weights, strict=True))
-    outputs = map(scales.rows_undone, names, deltas)
-    return sum(loss(delta, statistics.hessian) for delta in outputs) * statistics.tokens
+) -> float:
+    """Return the error of all outputs of a site before the transform divided its `rows`; experts count by
+    their tokens."""
+    triples = zip(rows, weights, values, strict=True)
+    deltas = ((value - weight) / factor for factor, weight, value in triples)
+    return sum(loss(delta, statistics.hessian) for delta in deltas) * statistics.tokens
 
 
 def _in_batches(sites: Sequence[Site]) -> Iterator[list[Site]]:
