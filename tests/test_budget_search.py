@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quantkit.auto import allocation, cost, results, unit_divergence
-from quantkit.auto.engines import ENGINES, GgufOutside
+from quantkit.auto.engines import ENGINES, solved_outside
 from quantkit.auto.job import prepare
 from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.auto.sensitivities import Sensitivities
@@ -392,7 +392,7 @@ def test_candidates_are_solved_behind_the_transform_of_the_job(tiny_model, tmp_p
     skeleton.load_rest()
     skeleton.load_block(0)
     before = {name: part.clone() for name, part in skeleton.blocks[0].named_parameters()}
-    solving = Solving(SimpleNamespace(job=prepared, space=space, units=units), None, tmp_path)
+    solving = Solving(SimpleNamespace(job=prepared, space=space, units=units), (), tmp_path)
     entering = [skeleton.embed(ids) for ids in prepared.batches]
     with torch.no_grad():
         found = solving.usual(0, entering)["self_attn.q_proj"]
@@ -424,12 +424,10 @@ def test_an_embedding_is_replaced_where_it_is_read_and_where_it_predicts(tiny_mo
     skeleton.load_rest()
     unit = next(one for one in space.units(prepared) if one.name == "token_embd.weight")
     ids = prepared.calibration.tokens
-    outside = GgufOutside(prepared, list(ids.split(2)))
     candidate = next(one for one in unit.candidates if one.name == "Q4_0")
     with torch.no_grad():
-        errors = outside.solve(unit, candidate)
+        errors, embedding, head = solved_outside(prepared, list(ids.split(2)), unit, candidate)
     assert 0 < errors["solved"]["Q4_0"] <= errors["nearest"]["Q4_0"] < errors["nearest"]["Q8_0"] * 1e4
-    embedding, head = outside.values(unit)
     (weight,) = embedding.values()
     assert head == embedding and not torch.equal(weight, skeleton.model.get_input_embeddings().weight)
     hidden = skeleton.embed(ids[:1], embedding)

@@ -201,55 +201,38 @@ def nearest(weight: Tensor, grid: Grid, hessian: Tensor) -> Tensor:
     return rtn.nearest(weight, grid, rtn.fitted(weight, grid, hessian)).values()
 
 
-class GgufOutside:
-    """Quantizes embedding and output matrix; keeps the results in memory. The output matrix is solved with
-    error feedback on its inputs in the original model."""
-
-    def __init__(self, job: Job, batches: Sequence[Tensor]):
-        self._job, self._batches, self._statistics = job, batches, None
-        self._targets = {target.name: target for target in job.method.output.targets}
-        self._head = OUTPUT if OUTPUT in self._targets else EMBEDDING  # tensor of the output matrix
-        self._values: dict[str, Tensor] = {}
-
-    def solve(self, unit: Unit, chosen: Candidate) -> Errors:
-        """Return the errors of a unit, and keep the chosen candidate for `values`."""
-        job, target, head = self._job, self._targets[unit.name], unit.name == self._head
-        if head and self._statistics is None:
-            self._statistics = of_head(job.skeleton, self._batches)
-        weight = target.read(job.skeleton.checkpoint).float()
-        hessian = self._weighing(weight, head, target.name == EMBEDDING)
-        scale = max(loss(weight, hessian), 1e-30)
-        errors: Errors = {"nearest": {}, "solved": {}}
-        for candidate in unit.candidates:
-            near = nearest(weight, named(candidate.name), hessian)
-            errors["nearest"][candidate.name] = loss(near.sub_(weight), hessian) / scale
-        if head:
-            material, grid, tied = job.material, named(chosen.name), target.name == EMBEDDING
-            layout, solver = material.layout, job.method.solver
-            tensors, _ = solved_rows(weight, grid, layout, material, solver, self._statistics, tied)
-            rows = tensors[layout.marker]
-        else:
-            rows = encode_rows(chosen.name, weight, None)
-        values = decode_rows(chosen.name, rows, weight.shape[1])
-        errors["solved"][chosen.name] = loss(values - weight, hessian) / scale
-        self._values[unit.name] = values.to(job.skeleton.device, job.skeleton.dtype)
-        return errors
-
-    def _weighing(self, weight: Tensor, head: bool, embeds: bool) -> Tensor:
-        """Return the Hessian of the matrix as output (`head`), as embedding (the identity), or as both."""
-        if not head:
-            return torch.eye(weight.shape[1])
-        hessian = self._statistics.hessian.cpu().clone()
+def solved_outside(
+    job: Job, batches: Sequence[Tensor], unit: Unit, chosen: Candidate
+) -> tuple[Errors, dict[str, Tensor], dict[str, Tensor]]:
+    """Return the errors of embedding or output matrix, and its weight in the chosen candidate by its name in
+    the model, once for embedding tokens and once for logits; {} where the model does not use this matrix. The
+    output matrix is solved with error feedback on its inputs in the original model."""
+    targets = {target.name: target for target in job.method.output.targets}
+    target, embeds = targets[unit.name], unit.name == EMBEDDING
+    head = unit.name == (OUTPUT if OUTPUT in targets else EMBEDDING)
+    weight = target.read(job.skeleton.checkpoint).float()
+    hessian = torch.eye(weight.shape[1])  # of an embedding
+    if head:
+        statistics = of_head(job.skeleton, batches)
+        hessian = statistics.hessian.cpu().clone()
         if embeds:
             hessian.diagonal().add_(TIED * hessian.diagonal().mean())
-        return hessian
-
-    def values(self, unit: Unit) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the solved weight by its name in the model, once for embedding tokens and once for logits;
-        {} where the model does not use this matrix."""
-        (name,) = self._targets[unit.name].parameters
-        values = {name: self._values[unit.name]}
-        return values if unit.name == EMBEDDING else {}, values if unit.name == self._head else {}
+    scale = max(loss(weight, hessian), 1e-30)
+    errors: Errors = {"nearest": {}, "solved": {}}
+    for candidate in unit.candidates:
+        near = nearest(weight, named(candidate.name), hessian)
+        errors["nearest"][candidate.name] = loss(near.sub_(weight), hessian) / scale
+    if head:
+        material, solver, grid = job.material, job.method.solver, named(chosen.name)
+        tensors, _ = solved_rows(weight, grid, material.layout, material, solver, statistics, embeds)
+        rows = tensors[material.layout.marker]
+    else:
+        rows = encode_rows(chosen.name, weight, None)
+    values = decode_rows(chosen.name, rows, weight.shape[1])
+    errors["solved"][chosen.name] = loss(values - weight, hessian) / scale
+    (name,) = target.parameters
+    solved = {name: values.to(job.skeleton.device, job.skeleton.dtype)}
+    return errors, solved if embeds else {}, solved if head else {}
 
 
 Space = FolderSpace | GgufSpace

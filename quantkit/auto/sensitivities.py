@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.auto import unit_divergence
-from quantkit.auto.engines import GgufOutside
 from quantkit.auto.job import Auto
 from quantkit.auto.solving import Solving
 from quantkit.auto.units import Row, Unit, measured, unit_losses, usual
@@ -111,11 +110,10 @@ def measure(auto: Auto, progress: Progress, saved: Sensitivities | None = None) 
     tokens, statistics = auto.tokens.split(batch_size), auto.statistics.split(batch_size)
     total = unit_divergence.steps(auto.units, skeleton.depth)
     done = itertools.count(total - unit_divergence.steps(missing, skeleton.depth))
-    outside = GgufOutside(job, statistics) if auto.space.method.name == "gguf" else None
     folder = auto.staging.folder / USUAL
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed search
     folder.mkdir(parents=True)
-    solving = Solving(auto, outside, folder)
+    solving = Solving(auto, statistics, folder)
 
     def report() -> None:
         progress.counting(MEASURING, next(done), total)

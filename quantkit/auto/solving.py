@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantkit.auto.engines import Errors, GgufOutside, nearest
+from quantkit.auto.engines import Errors, nearest, solved_outside
 from quantkit.auto.job import KEPT_IN, Auto
 from quantkit.auto.units import TINY, Candidate, Unit, measured, usual
 from quantkit.grids.grid import Grid
@@ -35,12 +35,12 @@ Loaded = tuple[Block, Transformed, dict[Site, SiteStatistics]]
 
 
 class Solving:
-    """Quantizes the units of a search. folder: stores the usual weights of each block. errors: {unit: errors}
-    of the units measured so far."""
+    """Quantizes the units of a search. batches: token ids, for the inputs of the output matrix. folder:
+    stores the usual weights of each block. errors: {unit: errors} of the units measured so far."""
 
-    def __init__(self, auto: Auto, outside: GgufOutside | None, folder: Path):
+    def __init__(self, auto: Auto, batches: Sequence[Tensor], folder: Path):
         self._job, self._space, self._units = auto.job, auto.space, auto.units
-        self._outside, self._folder = outside, folder
+        self._batches, self._folder = batches, folder
         self.errors: dict[str, Errors] = {}
         self._usual_errors: dict[str, dict[str, float]] = {}  # by unit, {usual candidate: error}
         self._usual = {spec.name: usual(unit).name for unit in auto.units for spec in unit.specs}
@@ -111,10 +111,10 @@ class Solving:
     ) -> list[Grid]:
         return [self._space.grid(specs[name], candidate.name) for name in names]
 
-    def outside(self, unit: Unit) -> tuple[Values, Values]:
-        """Return `GgufOutside.values` of a matrix outside the blocks in its measured candidate."""
-        self.errors[unit.name] = self._outside.solve(unit, measured(unit))
-        return self._outside.values(unit)
+    def outside(self, unit: Unit) -> list[Values]:
+        """Return the weights of a matrix outside the blocks in its measured candidate: `solved_outside`."""
+        self.errors[unit.name], *values = solved_outside(self._job, self._batches, unit, measured(unit))
+        return values
 
     def _measured(self, unit: Unit, entering: States) -> Iterator[tuple[Site, SiteStatistics, Transformed]]:
         """Yield each site of the unit with its Hessian and transform; experts are measured in parts."""
