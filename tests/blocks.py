@@ -43,6 +43,7 @@ class Bench:
             grids={name: make_grid(name) for site in self.sites for name in site.linears},
             probe=self.run,
             stored=lambda name, tensor: tensor.to(self.skeleton.stored_dtype(self.index, name)),
+            read=self.block.get_submodule,
         )
 
     def statistics(self) -> dict[Site, SiteStatistics]:

@@ -126,6 +126,7 @@ class Bench:
             self.grids,
             lambda: self.block(probe),
             lambda _, tensor: tensor,
+            self.block.get_submodule,
         )
 
 

@@ -201,7 +201,8 @@ def view_of(block: nn.Module, massive: float = 1.0) -> BlockView:
     x[:, 0] *= massive
     block.requires_grad_(False)
     sites = find_sites(block, lambda: block(x))
-    return BlockView(block, sites, {}, {}, lambda: block(x), lambda name, tensor: tensor)
+    stored = lambda name, tensor: tensor  # noqa: E731
+    return BlockView(block, sites, {}, {}, lambda: block(x), stored, block.get_submodule)
 
 
 def producers(block: Block, massive: float = 1.0) -> list[str | None]:

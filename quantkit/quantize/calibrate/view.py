@@ -21,9 +21,9 @@ class BlockView:
     sites: all sites with linears. statistics: for the original inputs, of every site to be quantized and of
     the layer-wide sites of experts; transforms change them in place. grids: by linear; None for a linear in
     16 bit. probe: runs the block, in float32, on a few tokens. stored: returns a parameter's values, by its
-    name in the block, as storing rounds them. away: linears of experts that are not in memory; their sites
-    only have a number of tokens. read: loads one of these, until the next call. expert: name of an
-    expert's module, if the view is of this expert alone; `probe` then runs it.
+    name in the block, as storing rounds them. read: returns a linear with its values; one that was away has
+    them until the next call. away: linears of experts that are not in memory; their sites only have a number
+    of tokens. expert: name of an expert's module, if the view is of this expert alone; `probe` then runs it.
     """
 
     block: nn.Module
@@ -32,13 +32,9 @@ class BlockView:
     grids: Mapping[str, Grid | None]
     probe: Callable[[], Tensor]
     stored: Callable[[str, Tensor], Tensor]
+    read: Callable[[str], nn.Module]
     away: frozenset[str] = frozenset()
-    read: Callable[[str], nn.Module] | None = None
     expert: str = ""
-
-    def linear(self, name: str) -> nn.Module:
-        """Return a linear with its values, read if it is not in memory."""
-        return self.read(name) if name in self.away else self.block.get_submodule(name)
 
     def is_away(self, site: Site) -> bool:
         """Return whether a site belongs to an expert that is not in memory."""

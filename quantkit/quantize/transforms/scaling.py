@@ -232,7 +232,7 @@ def _sampled(
         weight = hessian.new_empty(sum(counts), len(hessian))
         share = torch.cat([weight.new_full((n,), value) for n, value in zip(counts, shares, strict=True)])
         for (_, name), sample in zip(linears, weight.split(counts), strict=True):
-            sample.copy_(view.linear(name).weight[::step])
+            sample.copy_(view.read(name).weight[::step])
         readers.append(Reader(weight, grid, hessian, share, entering[layer].get(Statistic.INPUTS)))
     return readers
 
