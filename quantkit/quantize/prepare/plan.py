@@ -165,7 +165,7 @@ class FreeMemory:
             check_memory(peak.computing, self.computing, remedy, self.device)
         if self.limit and self.limit.left <= self.host:
             remedy = self.limit.raised(peak.host) + f", or {remedy}" * (remedy != NONE_FITS)
-        check_memory(peak.host, self.host, remedy, limit=self.limit)
+        check_memory(peak.host, self.host, remedy, torch.device("cpu"), self.limit)
 
 
 def decide(
@@ -282,18 +282,13 @@ def out_of_memory(execution: Execution, block: int) -> QuantkitError:
 
 
 def check_memory(
-    need: int,
-    free: int,
-    remedy: str,
-    device: torch.device | None = None,
-    limit: Limit | None = None,
-    what: str = "the job",
+    need: int, free: int, remedy: str, device: torch.device, limit: Limit | None = None, what: str = "the job"
 ) -> None:
     """Raise QuantkitError (exit code 5) unless `need` bytes are free, on the host or on `device`. limit: the
     limit by --max-memory, if set."""
     if need <= free:
         return
-    where, whose = (f" on {device}", "free") if device is not None and is_accelerator(device) else ("", "")
+    where, whose = (f" on {device}", "free") if is_accelerator(device) else ("", "")
     left = f"{size(free)} are" if free else "nothing is"
     message = f"{what} needs about {size(need)} of memory{where}, {left} {whose or room().whose}"
     if limit and limit.left <= free and not where:
