@@ -140,8 +140,7 @@ class Auto:
 
     @property
     def files_bytes(self) -> int:
-        """Return the bytes of the output except the units' tensors, with a generous estimate of manifest and
-        model card."""
+        """Return the bytes of the output except the units' tensors, with an estimate of manifest and card."""
         manifest = MANIFEST_BYTES + LINEAR_BYTES * len(self.job.specs)
         return self.fixed_bytes + (0 if self.space.method.name == "gguf" else manifest)
 

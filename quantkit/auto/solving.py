@@ -172,8 +172,7 @@ def _lost(
     weights: Sequence[Tensor],
     values: Sequence[Tensor],
 ) -> float:
-    """Return the error of all outputs of a site before the transform divided its `rows`; experts count by
-    their tokens."""
+    """Return the error of a site's outputs before the transform divided its `rows`, times its tokens."""
     triples = zip(rows, weights, values, strict=True)
     deltas = ((value - weight) / factor for factor, weight, value in triples)
     return sum(loss(delta, statistics.hessian) for delta in deltas) * statistics.tokens

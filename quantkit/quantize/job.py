@@ -229,8 +229,7 @@ def _check_ranks(method: BuiltMethod) -> None:
 def _warnings(
     request: Request, skeleton: Skeleton, method: BuiltMethod, specs: list[LinearSpec], one_file: bool
 ) -> Iterator[str]:
-    """Yield the warnings about the output. Raises QuantkitError for experts that no client reads, unless
-    --allow-unread is set."""
+    """Yield warnings about the output. Raises QuantkitError for unread experts without --allow-unread."""
     yield from method.notes
     if not one_file:
         yield method.output.growth(skeleton.checkpoint, specs)

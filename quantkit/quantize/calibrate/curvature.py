@@ -46,8 +46,7 @@ TOKENS = "{}.tokens"  # stored name of the squared gradients at a linear's outpu
 
 
 class Curvatures:
-    """Curvatures of a job's linears and weights of its tokens, by block, stored in files of its staging
-    folder."""
+    """Curvatures of a job's linears and weights of its tokens, by block, in files of its staging folder."""
 
     def __init__(self, blocks: StagedBlocks, device: torch.device):
         self._blocks, self._device = blocks, device

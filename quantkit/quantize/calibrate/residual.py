@@ -85,8 +85,7 @@ def _proven(block: nn.Module, candidates: Sequence[str], run: Run, hidden: Tenso
 def _nudged(
     block: nn.Module, run: Callable[[], Tensor], writer: str, nudge: Tensor, silent: Mapping[str, object]
 ) -> Tensor:
-    """Return the block's output if `writer` returns `nudge` more. silent: usual outputs of the modules that
-    return zeros instead."""
+    """Return the block's output if `writer` returns `nudge` more. silent: outputs of modules to set to 0."""
 
     def add(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         return output + nudge.reshape(output.shape) if output.numel() == nudge.numel() else output

@@ -40,8 +40,7 @@ class Site:
 @dataclass(frozen=True)
 class Block:
     """A loaded block. specs: of its linears, by name in the block. sites: in the order of a forward pass.
-    probe: hidden states of a few tokens that enter the block, the same on all ranks; None without
-    calibration."""
+    probe: hidden states of a few tokens that enter the block, equal on all ranks; None if data-free."""
 
     index: int
     module: nn.Module

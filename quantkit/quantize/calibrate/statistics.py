@@ -42,8 +42,7 @@ class SiteStatistics(dict[Statistic, Any]):
     """The statistics of one site that a job needs, and no others. tokens: number of rows of the inputs X.
     has_prior: pseudo-tokens were added (`mixed`, `shrink`).
 
-    Values are float32 tensors: HESSIAN `[in, in]`, INPUTS `[few, in]`, FOURTH `[2, in]`, others `[in]`. DRIFT
-    is a `Drift`.
+    Values are float32: HESSIAN `[in, in]`, INPUTS `[few, in]`, FOURTH `[2, in]`, DRIFT `Drift`, else `[in]`.
     """
 
     def __init__(

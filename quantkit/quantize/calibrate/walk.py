@@ -25,8 +25,7 @@ def blocks(
 
     source: returns the arguments of `Skeleton.load_block` for a block; by default it is decoded from the
     skeleton's checkpoint. On an accelerator the next block is read from disk into pinned host memory
-    meanwhile. It is not copied ahead: the copy takes hundredths of a second, and two blocks would be on the
-    device.
+    meanwhile. It is not copied ahead: the device would hold two blocks to save hundredths of a second.
     """
     timings, indices = timings or Timings(), range(len(skeleton.blocks)) if only is None else only
     ahead: Future[FetchedBlock] | None = None

@@ -65,10 +65,9 @@ class Work:
 
     weight: time of choosing a weight's code / that of 4-bit error feedback on this machine. search: the same
     for each weight that a transform looks at, if it skips no block. products: matrix products of a transform,
-    in `out · in²`.
-    sample: share of the calibration tokens that a transform uses. 0: no calibration; below 1: error feedback
-    after the transform. outside: embedding and head are encoded too. whole_rows: a group of the grid is a
-    row. h200_seconds: per billion weights of the blocks (docs/gpu.md).
+    in `out · in²`. sample: share of the calibration tokens that a transform uses. 0: no calibration; below 1:
+    error feedback after the transform. outside: embedding and head are encoded too. whole_rows: a group of
+    the grid is a row. h200_seconds: per billion weights of the blocks (docs/gpu.md).
     """
 
     weight: float

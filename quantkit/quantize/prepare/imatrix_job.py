@@ -63,8 +63,7 @@ class ImatrixJob:
 def prepare(request: Request, progress: Progress, dry_run: bool = False) -> ImatrixJob:
     """Open, resolve and check a job. Of `request.run`, only options of a forward pass are used.
 
-    Raises QuantkitError for everything that would fail later; a dry run only reports an output that may not
-    be written.
+    Raises QuantkitError for all that would fail later; a dry run only reports a refused output.
     """
     request.run.check()
     checkpoint = request.open()

@@ -164,8 +164,7 @@ class Stages:
 
     @property
     def original(self) -> int:
-        """calibrate/original.py: inputs of the original's sites, its hidden states, and the outputs of what
-        writes to them."""
+        """calibrate/original.py: inputs of the original's sites, its hidden states, outputs of writers."""
         widths = sum(site.width for site in self.shapes.sites if not site.routed)
         return (4 * self.shapes.hidden + widths) * self.sampled * (Statistic.DRIFT in self.needs)
 
@@ -274,8 +273,7 @@ def loss_tokens(wanted: int | None, calibrates: bool, vocabulary: int) -> int:
 
 def loss_memory(shapes: Shapes, away: bool = False) -> int:
     """Return the peak bytes of measuring the loss of an output, without the tensors outside the blocks: a
-    block, the rounding of one of its linears, and logits of both models. away: predictions are on the
-    host."""
+    block, the rounding of one of its linears, and logits of both models. away: these are on the host."""
     block = shapes.block * shapes.element + ROUNDED * shapes.largest_linear
     return block + (1 if away else 2) * shapes.predicted if shapes.predicted else 0
 

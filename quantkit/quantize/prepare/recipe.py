@@ -119,8 +119,7 @@ def _parse(origin: str, text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Reads 1e-3 as a number, as YAML 1.2 does, and refuses aliases: a few lines of them expand to more
-        than memory holds."""
+        """Reads 1e-3 as a number, as YAML 1.2 does, and refuses aliases: a few lines may fill the memory."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):

@@ -70,8 +70,7 @@ def measured(rows: int) -> slice:
 
 
 def row_losses(delta: Tensor, hessian: Tensor) -> Tensor:
-    """Return `dw H dwᵀ` of every row of `delta [(sites,) out, in]`, float32; reads the blocks of H on and
-    above its diagonal."""
+    """Return `dw H dwᵀ` of every row of `delta [(sites,) out, in]`, float32; reads H's upper triangle."""
     total = delta.new_zeros(delta.shape[:-1])
     add = Tensor.addmm_ if delta.ndim == 2 else Tensor.baddbmm_
     width = WIDTH if delta.is_cpu else ACCELERATED_WIDTH

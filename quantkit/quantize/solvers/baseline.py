@@ -17,8 +17,7 @@ class Attempt:
     """The result of error feedback for the stacked linears of a site, or of several sites.
 
     weights: of each site. lost: of every row, `e H eᵀ` with the damped H, and the damping's part of it,
-    `[2, sites, out]`. note: how damping had to grow, if it had to. clipped: some scales are at the limits of
-    their dtype.
+    `[2, sites, out]`. note: how damping had to grow, if it had to. clipped: scales are at their type's limit.
     """
 
     weights: list[QuantizedWeight]

@@ -95,8 +95,7 @@ class Columns:
 
         E: on entry `Σ E_k U_kj` over all earlier spans, on return the errors. codes: uint8 output. lost:
         `[out]`, grows by the span's loss. U `[(matrices,) columns, columns]`, D `[(matrices,) columns]`.
-        fixed: the groups' parameters if `grid.spans_matrix`; otherwise the sweep fits parameters when it
-        reaches a group.
+        fixed: the groups' parameters if `grid.spans_matrix`; others are fitted when the sweep reaches them.
         """
         self.E, self.codes, self.lost, self.Wt, self.U, self.D = E, codes, lost, Wt, U, D
         self.counted = [0] * len(Wt)  # by column: how many earlier columns' errors E includes

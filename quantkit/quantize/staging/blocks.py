@@ -122,8 +122,7 @@ def sync(path: Path) -> None:
 
 
 def _record(path: Path) -> dict:
-    """Return the record of the block at `path`, without files if it is missing, damaged or names other
-    folders."""
+    """Return the record of the block at `path`, without files if it is absent, damaged or names folders."""
     try:
         record = untrusted.parse(untrusted.read(path.with_suffix(".json"), RECORD_BYTES))
         named = isinstance(record["files"], dict) and all(Path(name).name == name for name in record["files"])

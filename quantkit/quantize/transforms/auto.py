@@ -106,8 +106,7 @@ class FedReader(Reader):
         return self.counted(self.rounding(scale))
 
     def rounding(self, scale: Tensor) -> Tensor:
-        """Return `Σ_j D_j / s_j² |Q(W s)_j - (W s)_j|²` of every row, `[out]`, with ranges fitted as the
-        solver does."""
+        """Return `Σ_j D_j / s_j² |Q(W s)_j - (W s)_j|²` of every row, `[out]`, with the solver's ranges."""
         scaled, pivots = self.weight * scale, self.pivots / scale.square()
         rows, size = len(scaled), self.grid.group_size
         groups, costs = scaled.unflatten(1, (-1, size)).transpose(0, 1), pivots.view(-1, size)

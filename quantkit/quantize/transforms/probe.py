@@ -36,8 +36,7 @@ class Probe:
     """A block in float32 for experiments; see `probing`.
 
     readers: by place, the sites that read there: one, or those of all experts of a layer. stand_ins: by place
-    of such a layer, the linear that replaces its experts. matrices: names of the others, by module, such
-    as a router's.
+    of such a layer, the linear that replaces its experts. matrices: names of others, by module (routers).
     """
 
     def __init__(self, view: BlockView):
@@ -186,8 +185,7 @@ def _tensors(tree: object) -> list[Tensor]:
 @contextmanager
 def in_float32(view: BlockView, changed: set[str], modules: Sequence[str] = ("",)) -> Iterator[None]:
     """Hold the parameters of the block, or of some of its modules, in float32 inside the context. Afterwards
-    `changed` parameters are rounded as they will be stored; weights to be quantized stay in float32 and are
-    removed from `changed`."""
+    `changed` parameters are rounded as stored; weights to be quantized leave `changed` and stay float32."""
     chosen = {name: view.block.get_submodule(name) for name in modules}
     dtypes = {
         f"{name}.{leaf}" if name else leaf: parameter.dtype
