@@ -19,15 +19,12 @@ from torch import Tensor, nn
 from quantkit.quantize.calibrate.capture import SiteSums
 from quantkit.quantize.calibrate.sites import Site
 
+Run = Callable[[int], Tensor]  # runs the block on batch k
 Each = Callable[[Callable[[int], Any], int], Iterator[Any]]  # how `run(0)` to `run(count - 1)` are called
 
 
 def gather_together(
-    block: nn.Module,
-    gathered: Mapping[Site, SiteSums],
-    run: Callable[[int], Tensor],
-    batches: int,
-    each: Each,
+    block: nn.Module, gathered: Mapping[Site, SiteSums], run: Run, batches: int, each: Each
 ) -> None:
     """Add the inputs of independent sites, in the order of the block, from one forward pass that ends at the
     last site.
@@ -64,7 +61,7 @@ class SuspendedForward:
     so that torch's thread pool stays the same.
     """
 
-    def __init__(self, block: nn.Module, sites: Sequence[Site], run: Callable[[int], Tensor], batches: int):
+    def __init__(self, block: nn.Module, sites: Sequence[Site], run: Run, batches: int):
         self._block = block
         self._run = run
         self._main = greenlet.getcurrent()
@@ -123,7 +120,7 @@ class SuspendedForward:
 
 def repeated(
     linear: nn.Module,
-    run: Callable[[int], Tensor],
+    run: Run,
     batches: int,
     each: Each = lambda run, count: map(run, range(count)),
     whole: bool = False,
