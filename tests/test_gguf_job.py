@@ -161,7 +161,14 @@ def test_importance_gathered_and_read_are_one(short_demo, tmp_path):
     imatrix_job.run(imatrix_job.prepare(request, Progress()), Progress())
     options = {"solver": "rtn", "type": ("Q3_K_S",), "imatrix": str(tmp_path / "imatrix.gguf")}
     jobs.quantize("gguf", short_demo, file, options)
-    assert {k: v.tobytes() for k, v in raw(auto).items()} == {k: v.tobytes() for k, v in raw(file).items()}
+    several = [
+        jobs.prepare("gguf", short_demo, tmp_path / f"{name}.gguf", options | {"type": (name,)})
+        for name in ("Q8_0", "Q3_K_S")  # the first needs no importance
+    ]
+    loop.run(several, Progress())
+    found = [raw(path) for path in (auto, file, tmp_path / "Q3_K_S.gguf")]
+    one, *others = [{name: values.tobytes() for name, values in each.items()} for each in found]
+    assert all(other == one for other in others)
     metadata, infos = read_header(file)
     assert metadata["quantize.imatrix.entries_count"] == 14
     means = imatrix.read(tmp_path / "imatrix.gguf").values()
