@@ -101,9 +101,9 @@ def test_what_is_no_better_is_not_kept(auto, quantkit, tmp_path, monkeypatch):
     """The allocation is a bad one: most at 2 bits, some at 8. The uniform preset of its size stays."""
 
     def bad(units, losses, budget):
-        choice = {unit.name: unit.candidates[0].name for unit in units}
+        choice = {unit.name: [*unit.candidates][0] for unit in units}
         for unit in units:
-            better = choice | {unit.name: unit.candidates[-1].name}
+            better = choice | {unit.name: [*unit.candidates][-1]}
             choice = better if nbytes(units, better) <= budget else choice
         return choice
 
@@ -368,7 +368,7 @@ def _table(prepared) -> Sensitivities:
     """A whole table, as `measure` would have found it."""
     rows = {}
     for unit in prepared.units:
-        errors = {candidate.name: 1 / candidate.nbytes for candidate in unit.candidates}
+        errors = {name: 1 / size for name, size in unit.candidates.items()}
         divergence = {"mean": 0.1, "stderr": 0.0}
         rows[unit.name] = {"errors": {"nearest": errors, "solved": errors}, "divergence": divergence}
     return Sensitivities(prepared.identity, 64, 1.0, None, rows)
@@ -467,7 +467,7 @@ def test_a_choice_that_was_stopped_gives_way_to_another(auto, quick, tmp_path, m
     monkeypatch.setattr(results.Search, "uniform", lambda *_: None)
     ask = "--bpw", "6", "-o", "found"
     with monkeypatch.context() as patch:
-        first = lambda units, *_: {unit.name: usual(unit).name for unit in units}  # noqa: E731
+        first = lambda units, *_: {unit.name: usual(unit) for unit in units}  # noqa: E731
         patch.setattr(allocation, "within_bytes", first)
         patch.setattr(loop.Loop, "_finished", _stop)
         auto(*ask, code=130)

@@ -19,7 +19,6 @@ from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.auto.sensitivities import Sensitivities
 from quantkit.auto.solving import Solving
 from quantkit.auto.units import (
-    Candidate,
     Unit,
     bits_per_weight,
     measured,
@@ -43,14 +42,14 @@ def toy(seed: int, units: int = 5, candidates: int = 4) -> tuple[list[Unit], dic
     found, losses = [], {}
     for number in range(units):
         sizes = sorted(draw.sample(range(8, 200, 2), candidates))
-        row = tuple(Candidate(str(k), size) for k, size in enumerate(sizes))
+        row = {str(k): size for k, size in enumerate(sizes)}
         found.append(Unit(f"u{number}", 0, (), 100, row))
-        losses |= {(f"u{number}", one.name): draw.random() / one.nbytes for one in row}
+        losses |= {(f"u{number}", name): draw.random() / size for name, size in row.items()}
     return found, losses
 
 
 def every(units: list[Unit]):
-    for names in itertools.product(*([one.name for one in unit.candidates] for unit in units)):
+    for names in itertools.product(*(unit.candidates for unit in units)):
         yield dict(zip([unit.name for unit in units], names, strict=True))
 
 
@@ -61,7 +60,7 @@ def lost(losses: dict, choice: dict) -> float:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_allocation_is_the_best_of_all(seed):
     units, losses = toy(seed)
-    smallest = sum(unit.candidates[0].nbytes for unit in units)
+    smallest = sum(min(unit.candidates.values()) for unit in units)
     for budget in (smallest, smallest + 37, smallest + 150):
         found = allocation.within_bytes(units, losses, budget)
         fitting = [choice for choice in every(units) if nbytes(units, choice) <= budget]
@@ -76,14 +75,14 @@ def test_what_the_solver_prints_does_not_reach_standard_output(monkeypatch, capf
         scipy.optimize, "milp", lambda *args, **how: (printf(b"a remark\n"), real(*args, **how))[1]
     )
     units, losses = toy(0)
-    allocation.within_bytes(units, losses, 150 + sum(unit.candidates[0].nbytes for unit in units))
+    allocation.within_bytes(units, losses, 150 + sum(min(unit.candidates.values()) for unit in units))
     print("{}")
     assert capfd.readouterr() == ("{}\n", "")
 
 
 def test_the_smallest_within_a_loss_is_the_smallest_of_all():
     units, losses = toy(7)
-    bound = 0.5 * sum(losses[unit.name, unit.candidates[0].name] for unit in units)
+    bound = 0.5 * sum(losses[unit.name, [*unit.candidates][0]] for unit in units)
     found = allocation.within_loss(units, losses, bound)
     fitting = [choice for choice in every(units) if lost(losses, choice) <= bound]
     assert lost(losses, found) <= bound
@@ -106,9 +105,9 @@ def row_of(nearest: dict, solved: dict, mean: float) -> dict:
 
 
 def test_losses_are_proportional_to_errors():
-    row = tuple(Candidate(name, size) for name, size in zip("abcd", (10, 15, 20, 40), strict=True))
+    row = {"a": 10, "b": 15, "c": 20, "d": 40}
     unit = Unit("u", 0, (), 80, row)
-    assert measured(unit).name == "a" and usual(unit).name == "c"
+    assert measured(unit) == "a" and usual(unit) == "c"
     nearest, solved = {"a": 0.8, "b": 0.4, "c": 0.1, "d": 0.02}, {"a": 0.4, "c": 0.05}
     found = unit_losses(unit, row_of(nearest, solved, 0.9))  # a factor of 2
     assert found == pytest.approx({"a": 0.8, "c": 0.1, "b": 0.4, "d": 0.02})  # rounding's errors, halved
@@ -117,22 +116,22 @@ def test_losses_are_proportional_to_errors():
 
 
 def test_usual_candidates_add_up_to_what_was_measured_of_them():
-    row = tuple(Candidate(name, size) for name, size in zip("abc", (20, 30, 40), strict=True))
+    row = {"a": 20, "b": 30, "c": 40}
     units = [Unit(name, 0, (), 80, row) for name in "uv"]
     errors = {"a": 0.4, "b": 0.1, "c": 0.02}
     rows = dict.fromkeys("uv", row_of(errors, errors, 0.6))
     table = Sensitivities({}, 64, 1.0, {"mean": 0.3, "stderr": 0.0}, rows)
     found = table.losses(units)
-    assert usual(units[0]).name == "b" and found["u", "b"] + found["v", "b"] == pytest.approx(0.3)
+    assert usual(units[0]) == "b" and found["u", "b"] + found["v", "b"] == pytest.approx(0.3)
     assert found["u", "a"] / found["u", "b"] == pytest.approx(4)
 
 
 def test_the_smallest_is_measured_and_the_usual_is_larger():
-    row = tuple(Candidate(str(bits), bits * 10) for bits in (2, 2.5, 3, 3.5, 4, 5, 8))
+    row = {str(bits): bits * 10 for bits in (2, 2.5, 3, 3.5, 4, 5, 8)}
     unit = Unit("u", 0, (), 80, row)
-    assert usual(unit).name == "3" and measured(unit).name == "2"
-    assert measured(replace(unit, block=None)).name == "3"
-    assert usual(replace(unit, candidates=row[:2])).name == "2"
+    assert usual(unit) == "3" and measured(unit) == "2"
+    assert measured(replace(unit, block=None)) == "3"
+    assert usual(replace(unit, candidates={"2": 20, "2.5": 25})) == "2"
 
 
 @pytest.mark.parametrize(
@@ -154,9 +153,9 @@ def test_what_an_engine_fuses_is_one_unit(tiny_model, tmp_path, engine, names):
     units = space.units(prepared)
     assert sorted({unit.name.split(".", 3)[3] for unit in units}) == names
     for unit in units:
-        assert [one.nbytes for one in unit.candidates] == sorted(one.nbytes for one in unit.candidates)
+        assert [*unit.candidates.values()] == sorted(unit.candidates.values())
     for unit in units[1:3]:
-        choice = {one.name: one.candidates[0].name for one in units} | {unit.name: unit.candidates[-1].name}
+        choice = {one.name: [*one.candidates][0] for one in units} | {unit.name: [*unit.candidates][-1]}
         made = jobs.job.prepare(
             jobs.job.Request(
                 str(source), **options_of(space.values(units, choice)), output=tmp_path / "made",
@@ -238,7 +237,7 @@ def test_the_steps_of_a_search_are_counted(options, most, capsys):
 def test_the_uniform_model_scales_predictions_and_is_not_made_twice(monkeypatch):
     units, losses = toy(1)
     choice = allocation.within_bytes(units, losses, 400)
-    other = {unit.name: unit.candidates[-1].name for unit in units}
+    other = {unit.name: [*unit.candidates][-1] for unit in units}
     presets = [results.Preset("best", choice, {}), results.Preset("too large", other, {})]
     options = SimpleNamespace(options=AutoOptions(bpw=4.0))
     search = results.Search(SimpleNamespace(request=options, units=units, presets=presets), losses, None)
@@ -252,7 +251,7 @@ def test_the_uniform_model_scales_predictions_and_is_not_made_twice(monkeypatch)
     assert uniform.preset.name == "best" and uniform.record["predicted_kld"] == lost(losses, choice)
     assert search._predicted(other) == pytest.approx(3 * lost(losses, other))
     assert search.within_bytes(400, uniform) is uniform
-    assert search.uniform(nbytes(units, {unit.name: unit.candidates[0].name for unit in units}) - 1) is None
+    assert search.uniform(nbytes(units, {unit.name: [*unit.candidates][0] for unit in units}) - 1) is None
 
 
 def options_of(values: dict) -> dict:
@@ -270,7 +269,7 @@ def test_experts_of_a_layer_are_one_unit_and_llama_cpp_has_one_for_each_projecti
     units = space.units(prepared_for(space, source, tmp_path))
     experts = [unit for unit in units if unit.name.endswith("experts")]
     assert experts and all(len({row.local.split(".")[-1] for row in unit.specs}) == 3 for unit in experts)
-    choice = {unit.name: unit.candidates[unit is experts[0]].name for unit in units}
+    choice = {unit.name: [*unit.candidates][unit is experts[0]] for unit in units}
     (pattern,) = space.values(units, choice)["run.override"]
     assert r"layers\.0\.mlp\.experts\.\d+\.(" in pattern
     space = ENGINES["llama.cpp"]
@@ -288,7 +287,7 @@ def test_llama_cpp_has_types_with_separate_scales_only_where_it_applies_them(
     space = ENGINES["llama.cpp"]
     job = prepared_for(space, tiny_model(family, tokenizer=True), tmp_path)
     units = space.units(job)
-    offered = {unit.name for unit in units if "NVFP4" in {candidate.name for candidate in unit.candidates}}
+    offered = {unit.name for unit in units if "NVFP4" in unit.candidates}
     assert offered == {unit.name for unit in units if scaled and unit.block is not None}
     presets = [preset.name for preset in space.presets(units, job)]
     assert ("NVFP4" in presets) == scaled and "Q4_K_M" in presets
@@ -300,9 +299,9 @@ class Noisy:
     def __init__(self, skeleton, outside=None):
         self.skeleton, self.embedding = skeleton, outside
 
-    def values(self, unit: Unit, candidate: Candidate, weight: torch.Tensor) -> torch.Tensor:
-        draw = torch.Generator().manual_seed(hash((unit.block, candidate.nbytes)) % 2**31)
-        return weight + candidate.nbytes / 100 * torch.randn(weight.shape, generator=draw)
+    def values(self, unit: Unit, candidate: str, weight: torch.Tensor) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(hash((unit.block, unit.candidates[candidate])) % 2**31)
+        return weight + unit.candidates[candidate] / 100 * torch.randn(weight.shape, generator=draw)
 
     def usual(self, index: int, entering):
         """Every linear, with noise of its own."""
@@ -324,7 +323,7 @@ def test_streams_have_the_divergence_of_the_whole_model(tiny_model, tmp_path, ro
     """However many walks they take."""
     source = tiny_model("llama", tokenizer=True, num_hidden_layers=3)
     space = ENGINES["vllm"]
-    row = (Candidate("small", 1), Candidate("large", 9))
+    row = {"small": 1, "large": 9}
     units = [
         Unit(unit.name, unit.block, unit.specs, 8, row)
         for unit in space.units(prepared_for(space, source, tmp_path))
@@ -397,10 +396,10 @@ def test_candidates_are_solved_behind_the_transform_of_the_job(tiny_model, tmp_p
     with torch.no_grad():
         found = solving.usual(0, entering)["self_attn.q_proj"]
         assert solving.measured(unit, entering).keys() == {"self_attn.q_proj"}
-    assert solving.errors[unit.name]["solved"].keys() == {measured(unit).name, stored.name}
+    assert solving.errors[unit.name]["solved"].keys() == {measured(unit), stored}
     for name, part in skeleton.blocks[0].named_parameters():
         assert torch.equal(part, before[name]), name
-    bits, group_size = map(int, stored.name.split(","))
+    bits, group_size = map(int, stored.split(","))
     made = tmp_path / "made"
     jobs.quantize(
         "gptq", source, made, {"bits": bits, "group_size": group_size, "layout": space.layout},
@@ -424,9 +423,8 @@ def test_an_embedding_is_replaced_where_it_is_read_and_where_it_predicts(tiny_mo
     skeleton.load_rest()
     unit = next(one for one in space.units(prepared) if one.name == "token_embd.weight")
     ids = prepared.calibration.tokens
-    candidate = next(one for one in unit.candidates if one.name == "Q4_0")
     with torch.no_grad():
-        errors, embedding, head = solved_outside(prepared, list(ids.split(2)), unit, candidate)
+        errors, embedding, head = solved_outside(prepared, list(ids.split(2)), unit, "Q4_0")
     assert 0 < errors["solved"]["Q4_0"] <= errors["nearest"]["Q4_0"] < errors["nearest"]["Q8_0"] * 1e4
     (weight,) = embedding.values()
     assert head == embedding and not torch.equal(weight, skeleton.model.get_input_embeddings().weight)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from quantkit.auto.units import Candidate, Unit
+from quantkit.auto.units import Unit
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
 from quantkit.tables import megabytes
 
@@ -33,7 +33,7 @@ def refuse_too_few(units: Sequence[Unit], budget: int, fixed_bytes: int | None =
 
     fixed_bytes: size of all other tensors and files, if the user gave the size of the whole output.
     """
-    least = sum(unit.candidates[0].nbytes for unit in units)
+    least = sum(min(unit.candidates.values()) for unit in units)
     if least > budget:
         weights = sum(unit.weights for unit in units)
         given, smallest = (f"{8 * max(0, size) / weights:.2f} bits per weight" for size in (budget, least))
@@ -50,19 +50,19 @@ def within_loss(units: Sequence[Unit], losses: Losses, bound: float) -> dict[str
 
     Raises QuantkitError if even the best candidates lose more.
     """
-    least = sum(min(losses[unit.name, candidate.name] for candidate in unit.candidates) for unit in units)
+    least = sum(min(losses[unit.name, name] for name in unit.candidates) for unit in units)
     what = f"--max-kld {bound:.2g} is too small: the smallest possible divergence is {least:.2g}"
     require(least <= bound, what, "raise --max-kld, or choose another --engine", USAGE)
     return _solve(units, losses, bound, by_bytes=False)
 
 
-def _undominated(unit: Unit, losses: Losses) -> list[Candidate]:
+def _undominated(unit: Unit, losses: Losses) -> list[str]:
     """Return the unit's candidates, without any that another one beats in size and loss."""
-    kept: list[Candidate] = []
-    loss = {candidate.name: losses[unit.name, candidate.name] for candidate in unit.candidates}
-    for candidate in sorted(unit.candidates, key=lambda candidate: (candidate.nbytes, loss[candidate.name])):
-        if not kept or loss[candidate.name] < loss[kept[-1].name]:
-            kept.append(candidate)
+    kept: list[str] = []
+    loss = {name: losses[unit.name, name] for name in unit.candidates}
+    for name in sorted(unit.candidates, key=lambda name: (unit.candidates[name], loss[name])):
+        if not kept or loss[name] < loss[kept[-1]]:
+            kept.append(name)
     return kept
 
 
@@ -78,9 +78,9 @@ def _solve(units: Sequence[Unit], losses: Losses, bound: float, by_bytes: bool) 
     choices = [_undominated(unit, losses) for unit in units]
     owner = np.repeat(np.arange(len(units)), list(map(len, choices)))
     one_each = csr_array((np.ones(len(owner)), (owner, np.arange(len(owner)))))
-    pairs = [(unit, candidate) for unit, kept in zip(units, choices, strict=True) for candidate in kept]
-    lost = [losses[unit.name, candidate.name] for unit, candidate in pairs]
-    taken = [candidate.nbytes for _, candidate in pairs]
+    pairs = [(unit, name) for unit, kept in zip(units, choices, strict=True) for name in kept]
+    lost = [losses[unit.name, name] for unit, name in pairs]
+    taken = [unit.candidates[name] for unit, name in pairs]
     costs, takes = np.array((lost, taken) if by_bytes else (taken, lost), dtype=float)
     cost_scale, take_scale = max(costs.max(), 1e-300), max(takes.max(), 1e-300)
     limit = bound / take_scale
@@ -101,7 +101,7 @@ def _solve(units: Sequence[Unit], losses: Losses, bound: float, by_bytes: bool) 
         chosen = [int(result.x[owner == k].argmax()) for k in range(len(units))]
         flat = np.flatnonzero(np.diff(owner, prepend=-1)) + chosen
         if takes[flat].sum() <= bound:
-            return {pairs[k][0].name: pairs[k][1].name for k in flat}
+            return {pairs[k][0].name: pairs[k][1] for k in flat}
         limit -= (takes[flat].sum() - bound) / take_scale
     raise QuantkitError("no choice of candidates within the budget was found", "raise the budget")
 

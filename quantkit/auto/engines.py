@@ -7,14 +7,14 @@ and output matrix, has its own ggml type. Candidates are only formats for which 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.auto.units import Candidate, Choice, Preset, Unit
+from quantkit.auto.units import Choice, Preset, Unit
 from quantkit.grids.ggml import TYPES, named
 from quantkit.grids.grid import Grid
 from quantkit.layouts import LinearSpec, Width, fusions
@@ -69,13 +69,13 @@ class FolderSpace:
         return [self._unit(name, members, job) for name, members in groups.items()]
 
     def _unit(self, name: str, specs: Sequence[LinearSpec], job: Job) -> Unit:
-        candidates, layout = [], job.method.layout
+        candidates, layout = {}, job.method.layout
         for bits in self.widths:
             for group_size in self.groups:
                 name_of_grid = f"{bits},{group_size}"
                 stored = [replace(spec, grid=self.grid(spec, name_of_grid)) for spec in specs]
                 if not any(spec.in_features % group_size or layout.check(spec) for spec in stored):
-                    candidates.append(Candidate(name_of_grid, sum(map(layout.nbytes, stored))))
+                    candidates[name_of_grid] = sum(map(layout.nbytes, stored))
         weights = sum(spec.weights for spec in specs)
         return Unit(name, specs[0].block, tuple(specs), weights, _sorted(candidates))
 
@@ -86,7 +86,7 @@ class FolderSpace:
 
     def presets(self, units: Sequence[Unit], job: Job) -> list[Preset]:
         """Return the choices with one format for all units, as `quantkit gptq --bits B --group-size G`."""
-        names = set.intersection(*({candidate.name for candidate in unit.candidates} for unit in units))
+        names = set.intersection(*(set(unit.candidates) for unit in units))
         equal = {name: {unit.name: name for unit in units} for name in sorted(names)}
         return [
             Preset("{} bit g{}".format(*name.split(",")), choice, self.values(units, choice))
@@ -113,8 +113,8 @@ def _most_frequent(units: Sequence[Unit], choice: Choice) -> str:
     return max(sorted(weights), key=weights.__getitem__)
 
 
-def _sorted(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    return tuple(sorted(candidates, key=lambda candidate: candidate.nbytes))
+def _sorted(candidates: Mapping[str, int]) -> dict[str, int]:
+    return dict(sorted(candidates.items(), key=lambda candidate: candidate[1]))
 
 
 def _pattern(unit: Unit) -> str:
@@ -148,7 +148,7 @@ class GgufSpace:
             if target.part is None and not stays_float(target.name, target.shape) and (members or outside):
                 fits = [name for name in types if target.shape[-1] % BLOCKS[name][0] == 0]
                 fits = [name for name in fits if name not in SCALED or SCALES.match(target.name)]
-                candidates = _sorted(Candidate(name, nbytes(name, target.shape)) for name in fits)
+                candidates = _sorted({name: nbytes(name, target.shape) for name in fits})
                 block, weights = (members[0].block if members else None), math.prod(target.shape)
                 units += [Unit(target.name, block, members, weights, candidates)] if candidates else []
         return units
@@ -202,7 +202,7 @@ def nearest(weight: Tensor, grid: Grid, hessian: Tensor) -> Tensor:
 
 
 def solved_outside(
-    job: Job, batches: Sequence[Tensor], unit: Unit, chosen: Candidate
+    job: Job, batches: Sequence[Tensor], unit: Unit, chosen: str
 ) -> tuple[Errors, dict[str, Tensor], dict[str, Tensor]]:
     """Return the errors of embedding or output matrix, and its weight in the chosen candidate by its name in
     the model, once for embedding tokens and once for logits; {} where the model does not use this matrix. The
@@ -220,16 +220,16 @@ def solved_outside(
     scale = max(loss(weight, hessian), 1e-30)
     errors: Errors = {"nearest": {}, "solved": {}}
     for candidate in unit.candidates:
-        near = nearest(weight, named(candidate.name), hessian)
-        errors["nearest"][candidate.name] = loss(near.sub_(weight), hessian) / scale
+        near = nearest(weight, named(candidate), hessian)
+        errors["nearest"][candidate] = loss(near.sub_(weight), hessian) / scale
     if head:
-        material, solver, grid = job.material, job.method.solver, named(chosen.name)
+        material, solver, grid = job.material, job.method.solver, named(chosen)
         tensors, _ = solved_rows(weight, grid, material.layout, material, solver, statistics, embeds)
         rows = tensors[material.layout.marker]
     else:
-        rows = encode_rows(chosen.name, weight, None)
-    values = decode_rows(chosen.name, rows, weight.shape[1])
-    errors["solved"][chosen.name] = loss(values - weight, hessian) / scale
+        rows = encode_rows(chosen, weight, None)
+    values = decode_rows(chosen, rows, weight.shape[1])
+    errors["solved"][chosen] = loss(values - weight, hessian) / scale
     (name,) = target.parameters
     solved = {name: values.to(job.skeleton.device, job.skeleton.dtype)}
     return errors, solved if embeds else {}, solved if head else {}

@@ -203,7 +203,7 @@ class Auto:
         """Return the bytes that fit the device of --gpu next to the KV cache, for all units: for the whole
         context, then half of it, and each type of the cache. Activations get the share that plan leaves."""
         options, checkpoint, rooms = self.request.options, self.job.checkpoint, []
-        most = sum(unit.candidates[-1].nbytes for unit in self.units)
+        most = sum(max(unit.candidates.values()) for unit in self.units)
         whole = options.ctx or min(windows_of.DEFAULT_CONTEXT, checkpoint.context or MOST)
         for ctx, cache in itertools.product((whole, whole // 2), self.space.caches):
             each = source.cache_bytes(checkpoint.folder, ctx, cache)
@@ -228,14 +228,14 @@ class Auto:
     def expected_bytes(self) -> int:
         """Return the budget; with --max-kld, whose result is not known yet, the bytes of usual candidates."""
         budget = self.budget_bytes()
-        usual_bytes = nbytes(self.units, {unit.name: usual(unit).name for unit in self.units})
+        usual_bytes = nbytes(self.units, {unit.name: usual(unit) for unit in self.units})
         return usual_bytes if budget is None else budget
 
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Return all that a table of sensitivities depends on, as JSON; a saved table must have the same."""
         options = self.request.options
-        candidates = [[unit.name, [candidate.name for candidate in unit.candidates]] for unit in self.units]
+        candidates = [[unit.name, [*unit.candidates]] for unit in self.units]
         run = self.job.request.run
         identity = {
             "quantkit": __version__,

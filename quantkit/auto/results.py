@@ -65,7 +65,7 @@ class Search:
         models = self._evaluated([auto.job.checkpoint], auto.space.caches)
         measured = {model["kv"]["dtype"]: model["metrics"]["kld"]["mean"] for model in models[1:]}
         rooms = []
-        smallest = sum(unit.candidates[0].nbytes for unit in auto.units)
+        smallest = sum(min(unit.candidates.values()) for unit in auto.units)
         for room in auto.rooms:
             if room["bytes"] >= smallest:
                 predicted = self._predicted(allocation.within_bytes(auto.units, losses, room["bytes"]))

@@ -89,8 +89,8 @@ def plan_record(auto: Auto) -> dict[str, Any]:
         "units": len(auto.units),
         "weights": auto.weights,
         "candidates": sum(len(unit.candidates) for unit in auto.units),
-        "least_bits": bits_per_weight(auto.units, {u.name: u.candidates[0].name for u in auto.units}),
-        "most_bits": bits_per_weight(auto.units, {u.name: u.candidates[-1].name for u in auto.units}),
+        "least_bits": bits_per_weight(auto.units, {u.name: [*u.candidates][0] for u in auto.units}),
+        "most_bits": bits_per_weight(auto.units, {u.name: [*u.candidates][-1] for u in auto.units}),
         "presets": {
             preset.name: bits_per_weight(auto.units, preset.choice)
             for preset in sorted(auto.presets, key=lambda preset: nbytes(auto.units, preset.choice))

@@ -47,7 +47,7 @@ class Sensitivities:
         for unit in units:
             losses = unit_losses(unit, self.units[unit.name])
             by_candidate |= {(unit.name, name): value for name, value in losses.items()}
-            sums += losses[usual(unit).name] if unit.block is not None else 0.0
+            sums += losses[usual(unit)] if unit.block is not None else 0.0
         whole = self.usual["mean"] if self.usual else 0.0
         share = whole / sums if whole > 0 and sums > 0 else 1.0
         return {key: share * value for key, value in by_candidate.items()}
@@ -72,8 +72,8 @@ def load(path: Path | None, identity: dict[str, Any], units: Sequence[Unit]) -> 
     require(not different, what, f"repeat the options of that search, or {ANEW}", USAGE)
     for unit in units:
         if row := table.units.get(unit.name):
-            names = {candidate.name for candidate in unit.candidates}
-            needed = {measured(unit).name, usual(unit).name}
+            names = set(unit.candidates)
+            needed = {measured(unit), usual(unit)}
             nearest, solved = (row["errors"][kind].keys() for kind in ("nearest", "solved"))
             if nearest != names or not needed <= solved <= names:
                 raise QuantkitError(f"{path}: unit {unit.name} lacks candidates", ANEW, USAGE)

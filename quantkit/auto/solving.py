@@ -4,7 +4,7 @@ Only measured candidates are solved. Other candidates are rounded to nearest, wh
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantkit.auto.engines import Errors, nearest, solved_outside
 from quantkit.auto.job import KEPT_IN, Auto
-from quantkit.auto.units import TINY, Candidate, Unit, measured, usual
+from quantkit.auto.units import TINY, Unit, measured, usual
 from quantkit.grids.grid import Grid
 from quantkit.layouts import LinearSpec, Statistic
 from quantkit.quantize.calibrate.measure import Measuring
@@ -43,7 +43,7 @@ class Solving:
         self._batches, self._folder = batches, folder
         self.errors: dict[str, Errors] = {}
         self._usual_errors: dict[str, dict[str, float]] = {}  # by unit, {usual candidate: error}
-        self._usual = {spec.name: usual(unit).name for unit in auto.units for spec in unit.specs}
+        self._usual = {spec.name: usual(unit) for unit in auto.units for spec in unit.specs}
         self._loaded: Loaded | None = None
 
     def usual(self, index: int, entering: States) -> Values:
@@ -71,7 +71,7 @@ class Solving:
         return solved
 
     def _solved(
-        self, unit: Unit, entering: States, chosen: Candidate, rounded: Sequence[Candidate] = ()
+        self, unit: Unit, entering: States, chosen: str, rounded: Iterable[str] = ()
     ) -> tuple[dict[str, Tensor], Errors]:
         """Return {linear: solved weight} of `chosen`, and errors of `chosen` and `rounded`.
 
@@ -93,11 +93,11 @@ class Solving:
             scale += lost([weight * 0 for weight in weights])
             for candidate in rounded:
                 pairs = zip(weights, self._grids(specs, names, candidate), strict=True)
-                rounding[candidate.name] += lost([nearest(*pair, statistics.hessian) for pair in pairs])
+                rounding[candidate] += lost([nearest(*pair, statistics.hessian) for pair in pairs])
             grids = self._grids(specs, names, chosen)
             results = solve(self._job.method.solver, weights, grids, statistics)
             values = [result.weight.values() for result in results]
-            solving[chosen.name] += lost(values)
+            solving[chosen] += lost(values)
             for name, value, factor in zip(names, values, f, strict=True):
                 solved[name] = (value / s / factor).to(skeleton.dtype)
         scale = max(scale, TINY)
@@ -106,10 +106,8 @@ class Solving:
             "solved": {name: error / scale for name, error in solving.items()},
         }
 
-    def _grids(
-        self, specs: Mapping[str, LinearSpec], names: Sequence[str], candidate: Candidate
-    ) -> list[Grid]:
-        return [self._space.grid(specs[name], candidate.name) for name in names]
+    def _grids(self, specs: Mapping[str, LinearSpec], names: Sequence[str], candidate: str) -> list[Grid]:
+        return [self._space.grid(specs[name], candidate) for name in names]
 
     def outside(self, unit: Unit) -> list[Values]:
         """Return the weights of a matrix outside the blocks in its measured candidate: `solved_outside`."""

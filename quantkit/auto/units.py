@@ -12,26 +12,19 @@ USUAL_BITS = 0.9  # least bits per weight of the usual candidate above the small
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A format for a unit. name: as in recipes, `3,128` (bits, group size) or `Q3_K`. nbytes: unit's size."""
-
-    name: str
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class Unit:
     """Linears that an engine stores in the same way, such as q, k and v, or all experts of a layer.
 
     block: index of the block; None for a matrix outside the blocks. specs: the linears; empty outside the
-    blocks. weights: number of weights. candidates: from the smallest to the largest.
+    blocks. weights: number of weights. candidates: the unit's bytes in each format, from the smallest to the
+    largest, by its name in recipes: `3,128` (bits, group size) or `Q3_K`.
     """
 
     name: str
     block: int | None
     specs: tuple[LinearSpec, ...]
     weights: int
-    candidates: tuple[Candidate, ...]
+    candidates: Mapping[str, int]
 
 
 Choice = Mapping[str, str]  # unit -> candidate, by their names
@@ -48,8 +41,7 @@ class Preset:
 
 def nbytes(units: Sequence[Unit], choice: Choice) -> int:
     """Return the bytes of all units in the chosen candidates."""
-    sizes = {(unit.name, candidate.name): candidate.nbytes for unit in units for candidate in unit.candidates}
-    return sum(sizes[unit.name, choice[unit.name]] for unit in units)
+    return sum(unit.candidates[choice[unit.name]] for unit in units)
 
 
 def bits_per_weight(units: Sequence[Unit], choice: Choice) -> float:
@@ -57,16 +49,16 @@ def bits_per_weight(units: Sequence[Unit], choice: Choice) -> float:
     return 8 * nbytes(units, choice) / sum(unit.weights for unit in units)
 
 
-def usual(unit: Unit) -> Candidate:
+def usual(unit: Unit) -> str:
     """Return the candidate in which a unit is stored while others are measured: about 3 bits per weight."""
-    smallest, more = unit.candidates[0], USUAL_BITS * unit.weights / 8
-    larger = (other for other in unit.candidates if other.nbytes >= smallest.nbytes + more)
-    return next(larger, smallest)
+    smallest, *larger = unit.candidates
+    least = unit.candidates[smallest] + USUAL_BITS * unit.weights / 8
+    return next((name for name in larger if unit.candidates[name] >= least), smallest)
 
 
-def measured(unit: Unit) -> Candidate:
+def measured(unit: Unit) -> str:
     """Return the candidate to measure: the smallest, outside the blocks the usual one."""
-    return usual(unit) if unit.block is None else unit.candidates[0]
+    return usual(unit) if unit.block is None else next(iter(unit.candidates))
 
 
 # ---- divergence of all candidates of a unit, from one measured candidate
@@ -87,10 +79,11 @@ Row = Mapping[str, Mapping[str, Any]]
 def unit_losses(unit: Unit, row: Row) -> dict[str, float]:
     """Return {candidate: divergence that it adds to the original unit's} for all candidates of a unit."""
     errors = row["errors"]
-    replaced = 0.0 if unit.block is None else errors["solved"][usual(unit).name]
-    slope = row["divergence"]["mean"] / max(errors["solved"][measured(unit).name] + replaced, TINY)
-    names = (candidate.name for candidate in unit.candidates)
-    return {name: slope * (errors["solved"].get(name) or _corrected(name, **errors)) for name in names}
+    replaced = 0.0 if unit.block is None else errors["solved"][usual(unit)]
+    slope = row["divergence"]["mean"] / max(errors["solved"][measured(unit)] + replaced, TINY)
+    return {
+        name: slope * (errors["solved"].get(name) or _corrected(name, **errors)) for name in unit.candidates
+    }
 
 
 def _corrected(name: str, nearest: Mapping[str, float], solved: Mapping[str, float]) -> float:
