@@ -18,7 +18,7 @@ from quantkit.cli import flags, running, streams
 from quantkit.distillation.options import DistillOptions
 from quantkit.errors import count
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.tables import make_console, make_table, megabytes, print_facts, print_refused
+from quantkit.tables import make_console, make_table, print_facts, print_refused
 
 FORWARD = ("dtype", "device", "batch_size", "threads")  # run options that training uses
 HELP = {  # help that differs from that of other jobs
@@ -64,11 +64,12 @@ def command(
         if not values["dry_run"]:
             with running.resumable([prepared.staging], kept=lambda: "the training so far is"):
                 record = prepared.run(progress)
-    streams.present(record, values["as_json"], lambda: show(record))
+    teacher = prepared.training.teacher.checkpoint
+    streams.present(record, values["as_json"], lambda: show(record, teacher))
 
 
-def show(record: dict[str, Any]) -> None:
-    """Print the record of a finished job, or of a dry run."""
+def show(record: dict[str, Any], teacher: Any) -> None:
+    """Print the record of a finished job, or of a dry run. teacher: the original's checkpoint."""
     from quantkit.cli import job_report
     from quantkit.evaluation.comparison.table import report
 
@@ -82,11 +83,10 @@ def show(record: dict[str, Any]) -> None:
         "text": f"{job_report.calibration(made)}; {held_out} held out",
     }
     if not done:
-        how = "codes of all blocks in memory" if memory["hold"] else "codes read again for every block"
-        whole = f", {megabytes(memory['whole'])} end to end ({how})" if options["epochs"] else ""
         facts["stages"] = _stages(options)
-        blocks = f"about {megabytes(memory['blocks'])} block by block{whole}"
-        facts["memory"] = f"{blocks}, on {execution['device']}, and Python itself"
+        peak = job_report.memory_of(teacher, execution["device"], max(memory["blocks"], memory["whole"]))
+        how = "codes of all blocks in memory" if memory["hold"] else "codes read again for every block"
+        facts["memory"] = f"about {peak}" + (f"; end to end, {how}" if options["epochs"] else "")
         facts["computes"] = job_report.computes(execution, True)
         print_refused(console, record["refused"])
         print_facts(console, facts)

@@ -33,6 +33,6 @@ def command(model: flags.UNQUANTIZED, **values: Any) -> None:
         prepared = imatrix_job.prepare(request, progress, values["dry_run"])
         plan = prepared.record() | {"refused": prepared.refused}
         record = plan if values["dry_run"] else imatrix_job.run(prepared, progress)
-    streams.present(record, values["as_json"], lambda: job_report.print_imatrix(record))
+    streams.present(record, values["as_json"], lambda: job_report.print_imatrix(record, prepared.checkpoint))
     if not values["dry_run"]:
         print_written([prepared.output], values["as_json"], values["quiet"])

@@ -16,6 +16,7 @@ from quantkit.evaluation.runs import Result
 from quantkit.inspection import clients, look, show
 from quantkit.inspection.names import of_experts, starred
 from quantkit.models.files import gguf_shards
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import ExpertTokens, Loss, Summary
 from quantkit.quantize.prepare.plan import JobPlan
@@ -84,13 +85,9 @@ def print_plans(jobs: Sequence[Job]) -> None:
         facts["in all"] = f"{len(jobs)} files, {megabytes(sum(plan.output_bytes for plan in plans))}"
     execution, made = plans[0].execution, jobs[0].calibration
     memory, host = (max(getattr(plan, what) for plan in plans) for what in ("memory_bytes", "host_bytes"))
-    where = f"about {megabytes(memory)} on {execution.device}, {megabytes(host)} on the host"
-    if execution.device == "cpu":
-        source = jobs[0].checkpoint
-        python = python_bytes(source.text_config.vocab_size, source.folder.is_file())
-        where = (
-            f"about {megabytes(memory + python)} on the CPU, {megabytes(python)} of it Python and tokenizer"
-        )
+    where = f"about {memory_of(jobs[0].checkpoint, execution.device, memory)}"
+    if execution.device != "cpu":
+        where += f", {megabytes(host)} on the host"
     ranks = plans[0].ranks
     if ranks > 1:
         where += f", for each of {ranks} processes"
@@ -253,7 +250,15 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
     console.print(f"\nnext: quantkit {command} {models}", soft_wrap=True)
 
 
-def print_imatrix(record: dict) -> None:
+def memory_of(source: Checkpoint, device: str, peak: int) -> str:
+    """Return the text of a job's peak memory, with Python and tokenizer on a CPU. peak: bytes above these."""
+    if device != "cpu":
+        return f"{megabytes(peak)} on {device}"
+    python = python_bytes(source.text_config.vocab_size, source.folder.is_file())
+    return f"{megabytes(peak + python)} on the CPU, {megabytes(python)} of it Python and tokenizer"
+
+
+def print_imatrix(record: dict, source: Checkpoint) -> None:
     """Print the record of `quantkit imatrix`: the result, or the plan if it has no `seconds`."""
     console, done, how = make_console(), record.get("seconds"), record["execution"]
     print_refused(console, record.get("refused"))
@@ -262,7 +267,7 @@ def print_imatrix(record: dict) -> None:
         "matrices": str(record["matrices"]),
         "calibration": calibration(record["calibration"]),
         "computes": computes(how, True),
-        "memory": f"about {megabytes(record['memory_bytes'])} on {how['device']}, and Python itself",
+        "memory": f"about {memory_of(source, how['device'], record['memory_bytes'])}",
     }
     if done:
         facts["seconds"] = total(done)

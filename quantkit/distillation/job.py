@@ -90,7 +90,6 @@ class Job:
                 for checkpoint in (self.training.student.checkpoint, teacher.checkpoint):
                     check_unchanged(checkpoint)
                 self.staging.publish()
-        teacher.free()
         record = self.record() | made
         if self.evaluated:
             models = [self.request.student, self.staging.output]
@@ -139,6 +138,7 @@ class Job:
             )
         done = {"stages": stages, "before": before, "after": best}
         progress.step(steps, steps)
+        training.teacher.free()  # the output is read back beside the student
         self._write(floats, self._described() | done, progress, timings)
         return done | {"improved": floats is not None}
 

@@ -8,6 +8,7 @@ for some tokens at a time. So the KL divergence is exact and no logits are store
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from filecmp import cmp
 from functools import partial
 from typing import Any
 
@@ -159,10 +160,18 @@ def check_comparable(
         sizes = first.text_config.vocab_size, other.text_config.vocab_size
         what = f"{first.source} predicts {sizes[0]} tokens, {other.source} {sizes[1]}"
         require(sizes[0] == sizes[1], what, hint, UNSUPPORTED)
-        if tokenizer_sha256(other.tokenizer, sizes[1]) != reference:
+        if not _same_files(first, other) and tokenizer_sha256(other.tokenizer, sizes[1]) != reference:
             why = difference(first.tokenizer, other.tokenizer, sizes)
             what = f"{other.source} and {first.source} have different tokenizers: {why}"
             raise QuantkitError(what, hint, UNSUPPORTED)
+
+
+def _same_files(first: Checkpoint, other: Checkpoint) -> bool:
+    """Return whether two folders store their tokenizers in the same bytes. Loading one of 262,144 tokens
+    takes 5 seconds and 0.35 GB."""
+    names = ("tokenizer.json", "tokenizer_config.json")
+    pairs = [(first.folder / name, other.folder / name) for name in names]
+    return all(one.is_file() and two.is_file() and cmp(one, two, shallow=False) for one, two in pairs)
 
 
 def run(model: StreamedModel, windows: Windows, listen: Listener, storage: Place = HERE) -> Measured:
