@@ -1,6 +1,7 @@
 """Compressed students: what is trained, that codes stay, that nothing becomes worse, that bytes repeat."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -423,6 +424,8 @@ def test_the_command_says_what_it_did(workplace, quantkit, tmp_path, capsys):
     assert measured[0] is None and measured[2]["mean"] < measured[1]["mean"]
     assert plan["refused"] is None and "refused" not in record
     again = json.loads(quantkit(*asked, "--dry-run", "--json", "-q").out)
+    printed = quantkit(*asked, "--dry-run", "-q").out
+    assert re.search(r"memory +about \S+ MB on the CPU, \S+ MB of it Python and tokenizer; end", printed)
     assert again["refused"]["message"] == "student-distilled exists"
     assert "is already finished" in quantkit(*asked, "--resume").out
     other = "student-distilled is the finished output of another job; different: "
@@ -439,7 +442,7 @@ def test_the_command_says_what_it_did(workplace, quantkit, tmp_path, capsys):
     assert f"distilled (held-out KL divergence {record['before']:.5f} → {record['after']:.5f})" in told
     capsys.readouterr()
     record.pop("eval")
-    command.show(record)
+    command.show(record, open_checkpoint(str(workplace / "teacher")))
     out = capsys.readouterr().out
     assert "block by block" in out and "end to end" in out and "quantkit eval" in out
 

@@ -427,6 +427,17 @@ def test_different_tokenizers_are_refused(tiny_model, text, changed, difference)
     assert message == f"{other} and {base} have different tokenizers: {difference}"
 
 
+def test_equal_files_of_tokenizers_are_loaded_once(demo_model, tmp_path):
+    shutil.copytree(demo_model, tmp_path / "copy")
+    pair = [open_checkpoint(str(folder)) for folder in (demo_model, tmp_path / "copy")]
+    evaluate.check_comparable(pair)
+    assert "tokenizer" not in vars(pair[1])
+    path = tmp_path / "copy" / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text())))  # other bytes, the same tokenizer
+    evaluate.check_comparable(pair)
+    assert "tokenizer" in vars(pair[1])
+
+
 @pytest.mark.parametrize("sizes", [(512, 576), (576, 512)])
 def test_different_vocabularies_are_refused(tiny_model, text, sizes):
     folders = [tiny_model("llama", tokenizer=True, name=f"{size}", vocab_size=size) for size in sizes]
