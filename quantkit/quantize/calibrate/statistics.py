@@ -13,10 +13,10 @@ from quantkit.errors import require
 from quantkit.grids.grid import is_finite
 from quantkit.layouts import Statistic
 from quantkit.models.machine.device import tf32_products
+from quantkit.quantize.solvers import measured
 from quantkit.quantize.solvers.hessian import Indefinite, factorize
 
 TINY = torch.finfo(torch.float32).tiny
-SHARE_ROWS = 256  # largest sample of a linear's rows on which two halves of the text are compared
 Choice = Literal["shrink", "routed", "all"]  # the tokens that an expert's statistics come from
 
 
@@ -172,7 +172,7 @@ def retarget(weights: Sequence[Tensor], drift: Drift, damp: float) -> Sequence[T
         move = torch.linalg.solve_triangular(factor, halves.sum(0).mT, upper=True)
         move = torch.linalg.solve_triangular(factor.t(), move, upper=False).t()
         for weight in weights:
-            sample = slice(None, None, -(-len(weight) // SHARE_ROWS))
+            sample = measured(len(weight))
             parts = halves[:, sample] if outputs else weight[sample] @ halves
             # Δ H Δᵀ of a move Δ is the square of these, [in, rows]; both at once would copy the factor twice
             first, second = (torch.linalg.solve_triangular(factor, part.mT, upper=True) for part in parts)
