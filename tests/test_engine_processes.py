@@ -136,6 +136,27 @@ HEARING = (  # SIGINT, though these tests may run in the background
 )
 
 
+STRUCK = (  # by a signal when the engine's process is there and nobody holds it yet
+    "import os, subprocess, time; from quantkit.__main__ import main; init = subprocess.Popen.__init__\n"
+    "def struck(self, command, *more, **options):\n"
+    "    init(self, command, *more, **options)\n"
+    "    while 'in_mlx' in command and not os.path.exists({pid!r}): time.sleep(0.05)\n"
+    "    if 'in_mlx' in command: os.kill(os.getpid(), {number})\n"
+    "subprocess.Popen.__init__ = struck; "
+)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_an_engine_starts_ends_it(demo_model, program, tmp_path, number, code):
+    python, pid = program(f"{LOOKED}echo $$ >{tmp_path}/pid\nexec sleep 300\n"), tmp_path / "pid"
+    command = ["verify", demo_model, "--engine", "mlx", "--python", python, "-q"]
+    struck = STRUCK.format(pid=str(pid), number=int(number))
+    command = [sys.executable, "-c", struck + HEARING, *map(str, command)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, timeout=60)
+    assert done.returncode == code and ended(pid), done.stderr
+
+
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_an_engine_that_hangs_and_its_workers(demo_model, program, tmp_path, number, code):

@@ -107,7 +107,8 @@ class Engine:
             asked.seek(0)
             command = [self.python, "-X", "utf8", *program]
             pipes = {"stdin": asked, "stdout": subprocess.PIPE, "stderr": log, "start_new_session": True}
-            with subprocess.Popen(command, env=_environment(), cwd="/", **pipes) as process:
+            start = partial(subprocess.Popen, command, env=_environment(), cwd="/", **pipes)
+            with _postponed() as handle_signals, start() as process:
 
                 def logits(batch: int, span: tuple[int, slice]) -> Tensor:
                     values = torch.empty(span[1].stop - span[1].start, columns)
@@ -117,7 +118,8 @@ class Engine:
                         raise Declined(ended, "try fewer tokens with --ctx and --limit", RUNTIME)
                     return values.to(device)
 
-                try:  # at once: an interrupt from here on ends the engine
+                try:
+                    handle_signals()
                     threading.Thread(target=_end_with, args=(process,), daemon=True).start()
                     if (facts := _facts(process.stdout, log)) is None:
                         what, code = f"{what}: {_reason(process, log)}", UNSUPPORTED
@@ -133,6 +135,29 @@ class Engine:
                     yield facts, logits
                 finally:
                     _end(process)
+
+
+@contextmanager
+def _postponed() -> Iterator[Callable[[], None]]:
+    """Yield a function that handles signals from its call on, and those that came before. An interrupt while
+    a process starts would leave it alive."""
+    came: list[int] = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # others cannot set handlers
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if callable(signal.getsignal(number)):
+                before[number] = signal.signal(number, lambda number, frame: came.append(number))
+
+    def handle() -> None:
+        while before:
+            signal.signal(*before.popitem())
+        while came:
+            signal.raise_signal(came.pop())
+
+    try:
+        yield handle
+    finally:
+        handle()
 
 
 def _end(process: subprocess.Popen) -> None:
