@@ -67,6 +67,22 @@ def test_a_move_is_the_least_squares_answer_as_far_as_it_is_real(missing):
     assert after < 0.3 * before
 
 
+@pytest.mark.parametrize("missing", [True, False])
+def test_the_share_of_some_rows_counts_for_all(missing, monkeypatch):
+    weight, _, _, statistics = site(signal=0.3, missing=missing)
+    (whole,) = move([weight], statistics)
+    monkeypatch.setattr("quantkit.quantize.calibrate.statistics.measured", lambda rows: slice(1, None, 3))
+    (sampled,) = move([weight], statistics)
+    one, other = sampled - weight, whole - weight
+    share = (one * other).sum() / other.square().sum()
+    torch.testing.assert_close(one, share * other, rtol=0, atol=1e-5)
+    drift = statistics[Statistic.DRIFT]
+    part = replace(drift, halves=drift.halves[:, 1::3]) if missing else drift
+    monkeypatch.undo()
+    (alone,) = retarget([weight[1::3]], part, 1e-7)
+    torch.testing.assert_close(sampled[1::3], alone, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_massive_tokens_do_not_decide_the_move(dtype):
     """Errors count relative to the hidden states that the output is added to; H is that of all tokens."""

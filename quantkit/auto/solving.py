@@ -165,13 +165,14 @@ def _transformed(measuring: Measuring, transform: ColumnScaling | None) -> Trans
 
 
 def _lost(
-    rows: Sequence[Tensor | int],
+    factors: Sequence[Tensor | int],
     statistics: SiteStatistics,
     weights: Sequence[Tensor],
     values: Sequence[Tensor],
 ) -> float:
-    """Return the error of a site's outputs before the transform divided its `rows`, times its tokens."""
-    triples = zip(rows, weights, values, strict=True)
+    """Return the error of a site's outputs times its tokens. factors: of each linear's rows, which the
+    transform multiplied; the error is that of the outputs without them."""
+    triples = zip(factors, weights, values, strict=True)
     deltas = ((value - weight) / factor for factor, weight, value in triples)
     return sum(loss(delta, statistics.hessian) for delta in deltas) * statistics.tokens
 

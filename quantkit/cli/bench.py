@@ -57,7 +57,7 @@ def _command(
         settings.check()
         outputs = Outputs(values["html"], values["plot"])
         outputs.check()
-        with streams.listener(quiet, kind is not BenchSettings) as progress:
+        with streams.listener(quiet, computes=kind is not BenchSettings) as progress:
             result, report = measure(settings, values, progress)
         refuse = partial(refuse_empty, result)
         streams.present(result, as_json, report.show, refuse, allow_nan=False)

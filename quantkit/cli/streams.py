@@ -74,7 +74,7 @@ def present(
 @contextmanager
 def listener(quiet: bool, computes: bool = True) -> Iterator[Quiet]:
     """Yield the progress display for stderr; of several processes, only the first prints. computes: import
-    torch and transformers, which takes seconds, after the first line of progress."""
+    torch and transformers, which takes seconds, while the display is there."""
     from quantkit.cli.progress import Console, Lines, Live, Quiet  # Rich takes a while to import
 
     notebook = Console(stderr=True).is_jupyter

@@ -8,7 +8,6 @@ This file opens and compares both models and plans memory before any weights are
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from quantkit.distillation import blocks, publish, whole
@@ -130,7 +129,7 @@ class Job:
             stage = _stage("end to end", best, min(divergences), progress)
             stages.append(stage | {"epochs": divergences, "epoch": step // len(training.train)})
             if step:
-                best, floats = min(divergences), load_file(self.staging.folder / whole.BEST)
+                best, floats = min(divergences), whole.best(self.staging)
         if floats is None:
             output = self.staging.output
             progress.warn(

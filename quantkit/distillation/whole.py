@@ -18,6 +18,7 @@ from torch import Tensor
 from quantkit.distillation.blocks import Final, Training
 from quantkit.distillation.student import Floats
 from quantkit.distillation.training import Shares, order
+from quantkit.models.files import safetensors_folder
 from quantkit.models.files.reading import tensor as load
 from quantkit.models.machine.device import free_memory
 from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS, divergence
@@ -143,6 +144,11 @@ class EndToEnd:
 def best_step(curve: Curve, begun: float) -> int:
     """Return the step with the lowest divergence; 0 if none is below `begun`."""
     return min((step for step in curve if curve[step] < begun), key=curve.get, default=0)
+
+
+def best(staging: Staging) -> dict[str, Tensor]:
+    """Return the tensors of the best student, which `EndToEnd.train` stored."""
+    return {name: load(info) for name, info in safetensors_folder.read_header(staging.folder / BEST).items()}
 
 
 def _failed(curve: Curve, begun: float) -> bool:

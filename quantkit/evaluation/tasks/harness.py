@@ -31,7 +31,7 @@ class HarnessModel(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """Return the token id to use as an empty context. Raises QuantkitError if there is none."""
-        return beginning(self.model.skeleton.checkpoint, "choose another task")
+        return beginning(self.model.skeleton.checkpoint, "this task needs one: choose another task")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
         """Return the token ids of a text; by default with special tokens, unless it begins with BOS."""

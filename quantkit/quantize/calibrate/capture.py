@@ -21,7 +21,8 @@ WHOLE = 4096  # inputs below which an accelerator computes all of H: launches ta
 class Counterpart:
     """A batch at a site of the original model. inputs: the site's inputs, `[..., in]`. weight: weight of the
     site's only linear, `[out, in]`. missing: the hidden states to which this linear adds its output, original
-    minus quantized model, float32 `[..., out]`. scale: RMS of the original's, `[...]`, to divide errors."""
+    minus quantized model, float32 `[..., out]`. scale: RMS of the original's, `[...]`, which errors are
+    divided by."""
 
     inputs: Tensor
     weight: Tensor | None = None

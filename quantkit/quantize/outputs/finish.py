@@ -200,7 +200,7 @@ def summarize(job: Job, manifest: dict, timings: Timings, measured: Loss | None)
 
 
 def with_importance(jobs: Sequence[Job], timings: Timings, progress: Progress) -> list[Job]:
-    """Return jobs without a solver, with the importance of columns in the outputs that measure it on text."""
+    """Return jobs without a solver. Outputs that need importance from text get it, from one run of it."""
     imatrix, made = None, []
     for job in jobs:
         output = job.method.output

@@ -45,7 +45,7 @@ class Expected:
 def of_original(job: Job, listen: Callable[[int, int], None]) -> Expected:
     """Run the held-back tokens of a job through its source, and next to it through the baseline: the source
     with blocks rounded to nearest, and with the output's embedding and head. Error feedback that loses more
-    than the baseline failed. One block is in memory.
+    than the baseline has failed. One block is in memory.
 
     listen: called with the number of finished blocks and of all."""
     skeleton, tokens = Skeleton(job.checkpoint, job.skeleton.dtype, job.skeleton.device), job.held_back.tokens

@@ -29,6 +29,7 @@ MARGIN = 1.1  # an accelerator's allocator rounds up and leaves holes
 HEAP = 1.15  # the heap has holes between tensors that live longer; measured 1.08 on Qwen2.5-Coder-1.5B
 LOGITS = 5  # copies of the logits at a time: computed, float32, softmax, its sums, gradients
 TRACED = 2  # copies of a linear's inputs and outputs that autograd keeps, with activations and products
+SAMPLED = 1024  # solvers.MEASURED_ROWS, whose module imports torch
 GROUP = 128  # columns that are solved together
 GRAPHED = 1 << 23  # weights that are solved together without a graph if they are more
 
@@ -200,12 +201,15 @@ class Stages:
         return hessians + each * site.weights
 
     def retarget(self, site: Site) -> int:
-        """calibrate/statistics.py: `--target original` computes weights: H, that of the compared tokens, its
-        factor, a quarter more while it is turned; the halves; or the factor, the sum of the halves and its
-        move, then the moves of one linear and the moved weights."""
+        """calibrate/statistics.py: `--target original` computes weights. H, the halves and float32 copies of
+        16-bit weights are there all the time; with them H of the compared tokens and its factor, a quarter
+        more while it is turned; or the factor, the solved sum of the halves, and either its right side, or
+        the moved weights and the move or four samples of one linear."""
         halves, largest = site.drift - site.hessian, FLOAT32 * max(site.outs) * site.width
-        moves = 2 * site.hessian + max(halves, halves // 2 + largest + FLOAT32 * site.weights)
-        return halves + max(site.hessian * 13 // 4, moves)
+        samples = 4 * FLOAT32 * min(max(site.outs), SAMPLED) * site.width
+        copies, moved = FLOAT32 * site.weights * self.shapes.narrow, FLOAT32 * site.weights
+        moves = 2 * site.hessian + max(halves, halves // 2 + moved + max(largest, samples))
+        return copies + halves + max(site.hessian * 13 // 4, moves)
 
     @property
     def curvatures(self) -> int:

@@ -136,7 +136,7 @@ class Staging(StagedBlocks):
     @property
     def kept(self) -> bool:
         """Whether the folder holds finished work, so that a job can continue."""
-        measured = any((self.folder / name).exists() for name in (GRADIENTS, SENSITIVITIES))
+        measured = any((self.folder / GRADIENTS).glob("block-*")) or (self.folder / SENSITIVITIES).exists()
         return bool(measured or self.there() or self.rest())
 
     def _acquire(self) -> None:
