@@ -193,12 +193,14 @@ WHOLE = ("gptq", "gptq host", "gguf", "nf4", "fp8", "fp4", "awq")
 
 
 def shape(run: Run, name: str) -> Path:
-    """Return the folder of a random model of that shape, made unless it is there."""
+    """Return the folder of a random model of that shape, made unless it is there. It has a head of its own,
+    which a row quantizes."""
     folder = run.work / "models" / name
     shapes = (TINY if run.rehearse else SHAPES)[name]
-    whole = {"vocabulary": 128256, "tied": False} if name.startswith("whole") and not run.rehearse else {}
+    whole = {"vocabulary": 128256} if name.startswith("whole") and not run.rehearse else {}
     made_on = "cpu" if run.rehearse else run.device
-    random_model(folder, *shapes, active=2 if run.rehearse else 8, spread=True, device=made_on, **whole)
+    active = 2 if run.rehearse else 8
+    random_model(folder, *shapes, active=active, spread=True, device=made_on, tied=False, **whole)
     return folder
 
 
