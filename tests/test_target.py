@@ -21,7 +21,9 @@ from quantkit.quantize.calibrate import walk
 from quantkit.quantize.calibrate.capture import Counterpart, SiteSums
 from quantkit.quantize.calibrate.residual import find_writers
 from quantkit.quantize.calibrate.statistics import SiteStatistics, retarget
+from quantkit.quantize.prepare import memory
 from quantkit.quantize.progress import Progress
+from quantkit.quantize.solvers import MEASURED_ROWS
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.solving import solve
 
@@ -65,6 +67,10 @@ def test_a_move_is_the_least_squares_answer_as_far_as_it_is_real(missing):
     assert 0.99 < share < 1
     before, after = ((inputs @ w.T - meant).square().sum() for w in (weight, moved))
     assert after < 0.3 * before
+
+
+def test_the_plan_knows_how_many_rows_are_sampled():
+    assert memory.SAMPLED == MEASURED_ROWS
 
 
 @pytest.mark.parametrize("missing", [True, False])

@@ -100,12 +100,12 @@ def of(
     helps: help that differs from that of the dataclass, by name."""
     hints = get_type_hints(options)
     fields = {field.name: field for field in dataclasses.fields(options) if field.metadata}
-    chosen = fields.values() if only is None else [fields[name] for name in only]
-    return [_flag_of(field, hints[field.name], section, (helps or {}).get(field.name)) for field in chosen]
+    names, helps = [*fields] if only is None else only, helps or {}
+    return [_parameter_of(fields[name], hints[name], section, helps.get(name)) for name in names]
 
 
-def _flag_of(field: dataclasses.Field, kind: Any, section: str, help: str | None) -> inspect.Parameter:
-    """Return the flag of an option. help: None: the option's own."""
+def _parameter_of(field: dataclasses.Field, kind: Any, section: str, help: str | None) -> inspect.Parameter:
+    """Return an option as the parameter of a command. help: None: the option's own."""
     how, kind = field.metadata, (list[str] if kind == tuple[str, ...] else kind)
     help, offered, parser = help or how["help"], how["names"], how["parser"]
     no = field.default is not False or how["negated"]  # whether there is a --no-…

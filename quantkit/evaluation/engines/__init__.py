@@ -108,7 +108,7 @@ class Engine:
             command = [self.python, "-X", "utf8", *program]
             pipes = {"stdin": asked, "stdout": subprocess.PIPE, "stderr": log, "start_new_session": True}
             start = partial(subprocess.Popen, command, env=_environment(), cwd="/", **pipes)
-            with _postponed() as handle_signals, start() as process:
+            with _signals_postponed() as handle_signals, start() as process:
 
                 def logits(batch: int, span: tuple[int, slice]) -> Tensor:
                     values = torch.empty(span[1].stop - span[1].start, columns)
@@ -138,7 +138,7 @@ class Engine:
 
 
 @contextmanager
-def _postponed() -> Iterator[Callable[[], None]]:
+def _signals_postponed() -> Iterator[Callable[[], None]]:
     """Yield a function that handles signals from its call on, and those that came before. An interrupt while
     a process starts would leave it alive."""
     came: list[int] = []

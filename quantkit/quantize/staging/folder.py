@@ -88,7 +88,7 @@ class Staging(StagedBlocks):
         may_replace.check_place(self.folder / "lock")
         what = f"{self.folder} holds an unfinished job"
         hint = f"continue it with --resume, or {self.anew}"
-        require(resume or overwrite or not self.kept, what, hint, USAGE)
+        require(resume or overwrite or not self.has_work, what, hint, USAGE)
 
     @contextmanager
     def opened(self, fingerprint: dict, resume: bool, lasting: bool = True) -> Iterator[None]:
@@ -119,7 +119,7 @@ class Staging(StagedBlocks):
             yield
         except QuantkitError as error:
             self._writer.shutdown()
-            if isinstance(error, DamagedError) or not self.kept:
+            if isinstance(error, DamagedError) or not self.has_work:
                 self.discard()  # nothing in it is worth keeping
             raise
         finally:
@@ -134,7 +134,7 @@ class Staging(StagedBlocks):
             self._signed = fingerprint
 
     @property
-    def kept(self) -> bool:
+    def has_work(self) -> bool:
         """Whether the folder holds finished work, so that a job can continue."""
         measured = any((self.folder / GRADIENTS).glob("block-*")) or (self.folder / SENSITIVITIES).exists()
         return bool(measured or self.there() or self.rest())
