@@ -483,7 +483,8 @@ def test_a_search_in_use_is_left_alone(auto, unfinished):
         for mode in ("--resume", "--overwrite"):
             said = auto("--bpw", "4.2", "-o", "found", mode, code=1)
             assert "error: found.auto is in use by another process\nhint: wait until it is done" in said
-        assert auto("--bpw", "4.2", "-o", "found", "--resume", "--dry-run")["refused"] is None
+        refused = auto("--bpw", "4.2", "-o", "found", "--resume", "--dry-run")["refused"]
+        assert refused["message"] == "found.auto is in use by another process"
     assert _files(unfinished) == before and "sensitivities.json" in before
 
 

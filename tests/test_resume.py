@@ -24,6 +24,7 @@ from nights import by_day, nightly
 
 from quantkit.errors import QuantkitError
 from quantkit.quantize.outputs import folder as folder_output
+from quantkit.quantize.prepare import plan
 from quantkit.quantize.staging import blocks as staged_blocks
 from quantkit.quantize.staging import parts
 from quantkit.quantize.staging.folder import Staging
@@ -336,10 +337,13 @@ def test_a_source_that_is_hashed_beside_the_job(forker, workplace, reference, fo
 
 
 @pytest.mark.parametrize("mode", ["--resume", *nightly("--overwrite")])
-def test_one_process_at_a_time(forker, workplace, reference, quantkit, tmp_path, mode):
+def test_one_process_at_a_time(forker, workplace, reference, quantkit, monkeypatch, tmp_path, mode):
+    """The second is refused before it plans anything."""
     process = forker.start(tmp_path, job(workplace), call=SLOW)
     wait_for(tmp_path / "out.partial" / "block-00000.safetensors", process)
-    code, said = quantkit(*job(workplace), mode)
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "decide", None)
+        code, said = quantkit(*job(workplace), mode)
     assert code == 1 and "out.partial is in use by another process" in said
     assert process.wait(forked.PATIENCE) == 0, forked.said(tmp_path)
     assert contents(tmp_path / "out") == reference

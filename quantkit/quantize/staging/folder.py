@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch import Tensor
 
@@ -86,6 +86,9 @@ class Staging(StagedBlocks):
         may_replace.check(self.output, self.one_file, overwrite)
         may_replace.check_staged(self.folder, lambda: self._fingerprint() is not None)
         may_replace.check_place(self.folder / "lock")
+        if (self.folder / "lock").exists():
+            with open(self.folder / "lock", "r+") as file:
+                self._lock_file(file)
         what = f"{self.folder} holds an unfinished job"
         hint = f"continue it with --resume, or {self.anew}"
         require(resume or overwrite or not self.has_work, what, hint, USAGE)
@@ -145,13 +148,17 @@ class Staging(StagedBlocks):
         while taken is None or taken != may_replace.identity(path):  # the last job may just remove the folder
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = open(path, "w")
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                what = f"{self.folder} is in use by another process"
-                raise QuantkitError(what, "wait until it is done") from error
+            self._lock_file(self._lock)
             status = os.fstat(self._lock.fileno())
             taken = status.st_dev, status.st_ino
+
+    def _lock_file(self, file: IO) -> None:
+        """Lock an open file until it is closed. Raises QuantkitError if another process has the lock."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            what = f"{self.folder} is in use by another process"
+            raise QuantkitError(what, "wait until it is done") from error
 
     def _restore(self) -> bool:
         """Move a replaced output back if its job ended before the new one was in place; return whether."""
