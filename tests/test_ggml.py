@@ -222,32 +222,29 @@ def test_rounding_finds_the_nearest_of_all_values(name):
 MINS = [name for name in SCALAR if isinstance(named(name), kquants.MinGrid)]
 
 
-@pytest.mark.parametrize(
-    ("name", "costs"),
-    [(name, costs) for name in SCALAR for costs in ("none", "wide") if costs == "none" or name not in MINS],
-)
-def test_a_fit_is_what_the_encoder_stores(name, costs):
-    """With the fewer scales that K-quants with mins try. Codes as well, wherever the step is not 0 (IQ4 and
-    32-blocks round on d before that is a float16, so they may differ on them by one)."""
+@pytest.mark.parametrize("name", SCALAR)
+def test_a_fit_is_what_the_encoder_stores(name):
+    """Without importance, and with the fewer scales that K-quants with mins try. Codes as well, wherever the
+    step is not 0 (IQ4 and 32-blocks round on d before that is a float16, so they may differ on them by
+    one)."""
     grid = named(name)
     if name in MINS:
         grid = replace(grid, plan=kquants.QUICK)
     weight = weights()[:16, : grid.group_size].contiguous()
-    importance = importances()[costs]
-    importance = None if importance is None else importance[: grid.group_size]
-    params = grid.fit(weight, importance)
-    codes, stored = grid.quantize(weight, importance)
+    params = grid.fit(weight)
+    codes, stored = grid.quantize(weight)
     for field, part in vars(params).items():
         assert part is None or torch.equal(part, getattr(stored, field)[:, 0])
     error = (grid.nearest(weight.clone(), params) - weight).abs()
     assert torch.all(error <= (grid.decode(codes, params) - weight).abs() * (1 + 1e-6) + 1e-9)
 
 
-@pytest.mark.parametrize("name", MINS)
+@pytest.mark.parametrize("name", [name for name in SCALAR if named(name).weighted])
 @pytest.mark.parametrize("heavy", [False, True])
 @pytest.mark.parametrize("spread", [0.3, 1, 2])
 def test_a_fit_by_costs_loses_less_than_the_encoder(monkeypatch, name, heavy, spread):
-    """ggml weighs by the sizes of the weights as well. It tries twice as many scales: 0.2 % at most."""
+    """ggml weighs by the sizes of the weights as well. For types with mins it tries twice as many scales,
+    which is worth 0.2 % at most."""
     torch.manual_seed(0)
     grid = named(name)
     weight, costs = (
@@ -256,13 +253,15 @@ def test_a_fit_by_costs_loses_less_than_the_encoder(monkeypatch, name, heavy, sp
     )
     if heavy:
         weight /= torch.distributions.Chi2(4.0).sample(weight.shape).div(4).sqrt()
+
+    def lost(values):
+        return float((costs * (values - weight).double().square()).sum())
+
     codes, stored = grid.quantize(weight, costs)
-    quick = grid.nearest(weight.clone(), grid.fit(weight, costs))
+    encoded = lost(grid.decode(codes, group(stored, 0)))
+    assert lost(grid.nearest(weight.clone(), grid.fit(weight, costs))) < 1.002 * encoded
     monkeypatch.setattr(kquants, "QUICK_WITH_IMPORTANCE", kquants.WITH_IMPORTANCE)
-    whole = grid.nearest(weight.clone(), grid.fit(weight, costs))
-    kept = quick, whole, grid.decode(codes, group(stored, 0))
-    quick, whole, encoded = (float((costs * (values - weight).double().square()).sum()) for values in kept)
-    assert 0.9 * encoded < whole < encoded and quick < 1.002 * encoded
+    assert 0.75 * encoded < lost(grid.nearest(weight.clone(), grid.fit(weight, costs))) < encoded
 
 
 @pytest.mark.parametrize("name", SCALAR)

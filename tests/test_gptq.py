@@ -4,6 +4,7 @@
 """
 
 import re
+from dataclasses import replace
 from itertools import count, product
 
 import pytest
@@ -26,7 +27,7 @@ from quantkit.quantize.solvers import gptq, rtn
 from quantkit.quantize.solvers.columns import Chosen
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.solvers.hessian import damped, factorize
-from quantkit.quantize.solvers.refine import refine
+from quantkit.quantize.solvers.refine import by_column, refine
 from quantkit.quantize.solvers.rtn import RtnSolver
 
 ORDERS = ("none", "group", "full")
@@ -240,6 +241,34 @@ def test_refinement_never_raises_the_loss_of_a_row(grid):
         assert (losses[-1] <= losses[-2] * (1 + 1e-4)).all()  # float32's own rounding
         torch.testing.assert_close(chosen.lost.double(), losses[-1], rtol=2e-3, atol=0)
     assert losses[-1].sum() < 0.8 * losses[0].sum()
+
+
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"])
+def test_refinement_finds_the_best_scale_and_min_of_a_sub_block(monkeypatch, name):
+    """Of the sub-block that comes last, where nothing else moves: no other scale loses less, or with a min no
+    other min with this scale."""
+    grid = ggml.named(name)
+    weight, _, hessian = problem(256, rows=16)
+    quantized, chosen = started(weight, grid, hessian)
+    monkeypatch.setattr(by_column._Visit, "_descend", lambda visit: None)
+    monkeypatch.setattr(type(grid), "scaled", lambda grid, params, factor: params)
+    refine(weight.t().contiguous(), chosen, grid, hessian.clone(), 1)
+    (params,) = chosen.params
+    field = "mins" if grid.has_min else "scales"
+    found, was = (getattr(part, field)[:, -1] for part in (params, group(quantized.params, 0)))
+    losses = []
+    lowest, highest = grid.scale_range
+    for number in range(lowest, highest + 1):
+        tried = getattr(params, field).clone()
+        tried[:, -1] = number
+        stored = QuantizedWeight(grid, quantized.codes, join([replace(params, **{field: tried})]))
+        delta = (weight - stored.values()).double()
+        losses.append((delta @ hessian.double() * delta).sum(1))
+    losses = torch.stack(losses)
+    lost = losses.gather(0, (found - lowest).long()[None])[0]
+    assert (lost <= losses.amin(0) * (1 + 1e-5)).all()
+    assert (found != was).sum() > 2  # it does something
+    torch.testing.assert_close(chosen.lost.double(), lost, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.describe())

@@ -30,9 +30,9 @@ class Grid:
     llama.cpp's encoders. joint: linears that engines fuse share parameters (`together`). clip: with second
     moments, round to nearest clips each group's range by AWQ's search. many: `fit` takes groups of several
     matrices, with an importance for each, `[matrices, group_size]`. Only with spans_matrix or
-    vector_size > 1 may `fit` and `refit` wait for the device. limits: of the levels; None if `snap` does more
-    than round or look up. floating: names of the parameters that are floating point. untrained: without such
-    names, why distillation cannot train the parameters, and a hint.
+    vector_size > 1 may `fit` and `refit` wait for the device. has_min: every sub-block has a min. limits: of
+    the levels; None if `snap` does more than round or look up. floating: names of the parameters that are
+    floating point. untrained: without such names, why distillation cannot train the parameters, and a hint.
     """
 
     group_size: int
@@ -41,6 +41,7 @@ class Grid:
     spans_matrix = False
     weighted = False
     joint = False
+    has_min = False
     clip = False
     many = False
     limits: tuple[int, int] | None = None
@@ -130,7 +131,17 @@ class Grid:
 
     def refit(self, weight: Tensor, params: Params, k: int, importance: Tensor) -> Params:
         """Return parameters with sub-block k fitted again to `weight [sub_size, rows]`; all others stay.
-        importance: `[sub_size]`. Only for sub_size < group_size."""
+        importance: `[sub_size]`. This and the next two methods are only for sub_size < group_size."""
+        raise NotImplementedError
+
+    def rescaled(self, params: Params, k: int, factor: Tensor) -> Params:
+        """Return parameters whose scale of sub-block k is `factor [rows]` times as large, rounded to a
+        storable one other than 0."""
+        raise NotImplementedError
+
+    def shifted(self, params: Params, k: int, shift: Tensor) -> Params:
+        """Return parameters whose values in sub-block k grow by `shift [rows]`, with the nearest storable
+        min. Only with has_min."""
         raise NotImplementedError
 
     def scaled(self, params: Params, factor: Tensor) -> Params:

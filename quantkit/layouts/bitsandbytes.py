@@ -205,7 +205,8 @@ class Nf4Layout(Layout):
 
 def detect(config: dict) -> Layout | None:
     """Return the layout that a stored `quantization_config` describes; None if it is not bitsandbytes."""
-    if config.get("quant_method") != "bitsandbytes" and not {"load_in_8bit", "load_in_4bit"} & config.keys():
+    method = config.get("quant_method")
+    if method != "bitsandbytes" and (method or not {"load_in_8bit", "load_in_4bit"} & config.keys()):
         return None
     if config.get("load_in_8bit"):
         threshold = config.get("llm_int8_threshold", 6.0)

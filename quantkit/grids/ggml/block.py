@@ -12,7 +12,7 @@ from quantkit.grids.grid import Grid, each_row, group, map_rows, matrix, stack
 from quantkit.grids.levels import WholeLevels, usable
 from quantkit.grids.parallel import by_chunks
 
-SPAN = 1  # neighbours of a scale on either side that `refit` tries
+CHANGES = (-8, -4, -2, -1, 0, 1, 2, 4, 8)  # of a scale that `refit` tries
 Encoded = Iterator[Any]  # parameters of each ggml block, then codes `[group_size, blocks]`
 
 
@@ -133,12 +133,12 @@ class BlockGrid(WholeLevels):
         """Return `params` of ggml blocks `[rows]` with the integers of sub-block k chosen again for
         `weight [sub_size, rows]`.
 
-        The present scale and its neighbours are tried in one pass, each with the min that suits its codes;
+        The present scale and CHANGES of it are tried in one pass, each with the min that suits its codes;
         the one with the least squared error, weighted by importance `[sub_size]`, is used.
         """
         lowest, highest = self.scale_range
         present = params.scales[:, k]
-        scales = torch.stack([present + change for change in range(-SPAN, SPAN + 1)]).clamp_(lowest, highest)
+        scales = torch.stack([present + change for change in CHANGES]).clamp_(lowest, highest)
         fitted = {"scales": scales}
         steps = (params.d * scales)[:, None]  # [candidates, 1, rows]
         low = steps.new_zeros(1)
@@ -154,6 +154,22 @@ class BlockGrid(WholeLevels):
             fields[name] = getattr(params, name).clone()
             fields[name][:, k] = integers.gather(0, best)[0]
         return replace(params, **fields)
+
+    def rescaled(self, params: Any, k: int, factor: Tensor) -> Any:
+        scales = params.scales.clone()
+        new = self._integers(scales[:, k] * factor)
+        scales[:, k] = torch.where(new == 0, scales[:, k], new)
+        return replace(params, scales=scales)
+
+    def shifted(self, params: Any, k: int, shift: Tensor) -> Any:
+        mins = params.mins.clone()
+        change = (shift / torch.where(params.dmin == 0, torch.inf, params.dmin)).round_()
+        mins[:, k] = (mins[:, k] - change).clamp_(*self.scale_range)
+        return replace(params, mins=mins)
+
+    def _integers(self, scale: Tensor) -> Tensor:
+        """Return the nearest stored scales."""
+        return scale.round_().clamp_(*self.scale_range)
 
     def decode(self, codes: Tensor, params: Any) -> Tensor:
         """Return values, float32 `[rows, group_size]`, bit for bit as ggml does (dequantize_row_*)."""

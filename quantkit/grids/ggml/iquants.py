@@ -83,8 +83,7 @@ class CodeBookGrid(BlockGrid):
         by_rows(self._steps_of, step, blocks, weights)
         step = step.view(len(weight), -1, self.group_size // self.sub_size)
         d = half(step.amax(2) / (LARGEST_SCALE + 0.5))
-        scales = (step / usable(d)[..., None]).sub_(0.5).round_().add_(0.5).clamp_(*self.scale_range)
-        return BlockParams(d, scales)
+        return BlockParams(d, self._integers(step / usable(d)[..., None]))
 
     def _steps_of(self, x: Tensor, weights: Tensor) -> Tensor:
         """Return each row's best step, `[rows]`, if every magnitude is rounded on its own."""
@@ -113,12 +112,8 @@ class CodeBookGrid(BlockGrid):
         scales[:, k] = (scales[:, k] + change).clamp_(*self.scale_range)
         return BlockParams(params.d, scales)
 
-    def with_step(self, params: BlockParams, k: int, step: Tensor) -> BlockParams:
-        """Return parameters in which the step of sub-block k is as near as possible to `step [rows]`."""
-        scales = params.scales.clone()
-        unit = torch.where(params.d == 0, torch.inf, params.d)
-        scales[:, k] = (step / unit).sub_(0.5).round_().add_(0.5).clamp_(*self.scale_range).nan_to_num_(0.5)
-        return BlockParams(params.d, scales)
+    def _integers(self, scale: Tensor) -> Tensor:
+        return scale.sub_(0.5).round_().add_(0.5).clamp_(*self.scale_range)
 
     def round(self, weight: Tensor, params: BlockParams) -> Tensor:
         """Return codes of the vectors with the least squared error, uint8 `[rows, group_size]`."""

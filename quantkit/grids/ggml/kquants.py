@@ -37,6 +37,8 @@ class MinGrid(BlockGrid):
     plan: Plan = Plan(-0.5, 0.1, 15)
     power: float = 2.0
 
+    has_min = True
+
     @property
     def scale_range(self) -> tuple[int, int]:
         return 0, self.scale_max
@@ -118,9 +120,11 @@ class Q3KGrid(SignedGrid):
             empty = largest == 0
             d, scales = d.masked_fill(empty, 0), scales.masked_fill(empty, -32)
         else:
-            weights = error_weights(blocks.x, blocks.importance, mean_square(blocks.x, 2))
+            weights = blocks.importance
+            if not blocks.quick:
+                weights = error_weights(blocks.x, weights, mean_square(blocks.x, 2))
             weights = split(weights, self.sub_size)
-            scale, searched = search.make_qx(x, weights, self.offset)
+            scale, searched = search.make_qx(x, weights, self.offset, blocks.quick)
             d, scales = search.make_qx(scale.view(-1, n), total(weights).view(-1, n), 32)
             scales = scales.sub_(32)
         yield from self._finish(x, d, scales, searched)
@@ -135,7 +139,8 @@ class Q6KGrid(SignedGrid):
         n = blocks.x.shape[1]
         x = split(blocks.x, self.sub_size)
         weights = x * x if blocks.importance is None else split(blocks.importance, self.sub_size)
-        scale, searched = search.make_qx(x, weights, self.offset)
+        wide = blocks.quick and blocks.importance is not None
+        scale, searched = search.make_qx(x, weights, self.offset, wide)
         d, scales, largest = signed_multiples(scale.view(-1, n), self.scale_range[0])
         empty = largest.abs() < search.EPSILON
         encoded = self._finish(x, d.masked_fill(empty, 0), scales.masked_fill(empty, 0), searched)

@@ -39,7 +39,8 @@ class ScaleGrid(BlockGrid):
             codes = scaled(blocks.x, d, -torch.inf).add_(self.offset + 0.5)
             yield codes.clamp_(0, 2 * self.offset - 1).trunc_()
         else:
-            d, codes = make_qx(blocks.x, row_weights(blocks), self.offset)
+            weights = blocks.importance if blocks.quick else row_weights(blocks)
+            d, codes = make_qx(blocks.x, weights, self.offset, blocks.quick)
             yield from (BlockParams(half(d)), codes)
 
 

@@ -180,9 +180,10 @@ def refitted(
     return scale, used
 
 
-def make_qx(x: Tensor, weights: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
+def make_qx(x: Tensor, weights: Tensor, nmax: int, wide: bool = False) -> tuple[Tensor, Tensor]:
     """Return the signed scale `[groups]` (make_qx_quants): the best of 19 around the one that fits the
-    largest weight. Also returns the stored codes, `l + nmax`, or 0 in a group of zeros."""
+    largest weight, farther apart if `wide`. Also returns the stored codes, `l + nmax`, or 0 in a group of
+    zeros."""
     largest = extreme(x)
     zero = largest.abs() < EPSILON
     largest = largest.masked_fill(zero, 1)
@@ -194,7 +195,8 @@ def make_qx(x: Tensor, weights: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
         sum_lx = total(torch.mul(weighted, code, out=product))
         return sum_lx, total(torch.mul(weights, code, out=product).mul_(code))
 
-    tried = (nmax, *(single(nmax, times(0.1, k)) for k in range(-9, 10) if k))
+    apart = max(0.1, nmax / 80) if wide else 0.1
+    tried = (nmax, *(single(nmax, times(apart, k)) for k in range(-9, 10) if k))
     scale, used = refitted(sums, (over(-size, largest) for size in tried))
     torch.mul(x, used, out=code).round_().clamp_(-nmax, nmax - 1).add_(nmax)
     return scale.masked_fill_(zero, 0), clear(code, zero)

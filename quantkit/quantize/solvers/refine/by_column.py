@@ -74,6 +74,8 @@ class _Visit:
         self.step, self.low = self._steps(params)
         before, residual = torch.sub(Wt, E).flatten(0, 1), residual.clone()
         self._descend()
+        if self.grid.sub_size < size:
+            self._refit()
         values, scaled = self._rescaled()
         moved = values.sub_(before)
         # the change of `tr(E H Eᵀ)`, from the residuals before and after
@@ -128,18 +130,59 @@ class _Visit:
         residual = self.residual.view(len(hessian), -1, moved.shape[2])
         residual.baddbmm_(hessian, moved.reshape(len(hessian), -1, moved.shape[2]), alpha=-1)
 
+    def _refit(self) -> None:
+        """Choose scale and min of each sub-block again, one sub-block after another; levels stay."""
+        size = self.grid.sub_size
+        for k in range(self.step.shape[1]):
+            run = slice(k * size, (k + 1) * size)
+            before = self._values_of(k, self.params)
+            params = self._refitted(k, run, before)
+            moved = self._values_of(k, params).sub_(before)
+            change = (self.block[:, run, run] @ moved).sub_(self.residual[:, run], alpha=2)
+            keep = self._weigh(moved, change, run) < 0
+            if self.shape[1] == 2:
+                keep &= self._agreed(run, moved.mul_(keep[:, None]))
+            self._follow(run, moved.mul_(keep[:, None]))
+            chosen = zip(self._by_group(keep), params, self.params, strict=True)
+            self.params = [select(*of_group) for of_group in chosen]
+            self.step, self.low = self._steps(self.params)
+
+    def _refitted(self, k: int, run: slice, before: Tensor) -> list:
+        """Return parameters with the best scale and min of sub-block k, whose values are `before`."""
+        block, residual, values = self.block[:, run, run], self.residual[:, run], before
+        if self.grid.has_min:  # the min will follow the scale: values apart from their common shift
+            shared = self.curvature[..., run] * block.sum(2)[:, None]
+            power_of_shift = shared.sum(2)
+            values = values + self.low[:, k, None]
+            values -= ((shared @ values)[:, 0] / power_of_shift)[:, None]
+        factor = best_factor(
+            self._weigh(values, residual.clone(), run), self._weigh(values, block @ values, run)
+        )
+        pairs = zip(self.params, self._by_group(factor), strict=True)
+        params = [self.grid.rescaled(present, k, by) for present, by in pairs]
+        if not self.grid.has_min:
+            return params
+        moved = self._values_of(k, params).sub_(before)
+        left = residual - block @ moved
+        shift = (self.curvature[..., run] @ left)[:, 0] / power_of_shift
+        pairs = zip(params, self._by_group(shift), strict=True)
+        return [self.grid.shifted(present, k, by) for present, by in pairs]
+
     def _rescaled(self) -> tuple[Tensor, list]:
         """Return the groups' values and parameters, multiplied by the best common factor."""
         values = values_of(self.levels, self.step, self.low)
         power = self._weigh(values, self.block @ values)
         factor = best_factor(self._weigh(values, self.residual.clone()), power)
-        factors = factor.unflatten(0, self.shape).unbind(1)
-        params = [
-            self.grid.scaled(*pair) for pair in zip(self.params, map(Tensor.flatten, factors), strict=True)
-        ]
+        params = [self.grid.scaled(*p) for p in zip(self.params, self._by_group(factor), strict=True)]
         scaled = values_of(self.levels, *self._steps(params))
         self._follow(slice(None), values.neg_().add_(scaled))
         return scaled, params
+
+    def _values_of(self, k: int, params: Sequence) -> Tensor:
+        """Return the values of sub-block k."""
+        size, at = self.grid.sub_size, slice(k, k + 1)
+        step, low = self._steps(params)
+        return values_of(self.levels[:, k * size : (k + 1) * size], step[:, at], low[:, at])
 
     def _steps(self, params: Sequence) -> tuple[Tensor, Tensor]:
         """Return step and low, `[matrices * groups, sub-blocks, out]`."""
@@ -147,6 +190,10 @@ class _Visit:
         step, low = (x.unflatten(2, (self.shape[0], -1)).movedim(2, 0).flatten(0, 1) for x in stacked)
         return step, low
 
-    def _weigh(self, first: Tensor, second: Tensor) -> Tensor:
+    def _weigh(self, first: Tensor, second: Tensor, columns: slice = slice(None)) -> Tensor:
         """Return `Σ_j H_jj · first_j · second_j` of each group, `[groups, out]`; changes `second`."""
-        return (self.curvature @ second.mul_(first))[:, 0]
+        return (self.curvature[..., columns] @ second.mul_(first))[:, 0]
+
+    def _by_group(self, x: Tensor) -> Sequence[Tensor]:
+        """Return `x [matrices * groups, out]` as rows of parameters, for each group."""
+        return [part.flatten() for part in x.unflatten(0, self.shape).unbind(1)]

@@ -35,7 +35,7 @@ class _Visit:
             columns = slice(low, low + grid.sub_size)
             step = grid.steps(params)[0][b]
             self._choose(columns, step)
-            better = grid.with_step(params, b, step * self._factor(columns, self.levels[columns] * step))
+            better = grid.rescaled(params, b, self._factor(columns, self.levels[columns] * step))
             params = self._rescale(columns, params, better)
         whole = slice(0, grid.group_size)
         better = grid.scaled(params, self._factor(whole, self.levels * self._steps(params)))
