@@ -8,8 +8,9 @@ import records
 from bench_runs import SMALL, checked, measured
 
 from quantkit.evaluation.comparison.figures import Axis, Figure, Point, Series
+from quantkit.evaluation.comparison.record import merge, read
 from quantkit.evaluation.comparison.report import Outputs, Report, Table
-from quantkit.serving.bench.record import fit, read_quality, record, summary
+from quantkit.serving.bench.record import fit, record, summary
 from quantkit.serving.bench.settings import BenchSettings
 from quantkit.serving.bench.show import report
 
@@ -135,7 +136,7 @@ def test_quality_is_found_by_source_or_name(tmp_path):
     )
     path = tmp_path / "result.json"
     path.write_text(json.dumps(evaluated))
-    told = read_quality([str(path)])
+    told = merge([read(path)])
     names = ("org/base", "/tmp/base-nf4/", "c", "other")
     rows = [measured(name, SMALL, lambda batch, number: 0.1) for name in names]
     made = checked(record(rows, SMALL, told))
@@ -149,7 +150,6 @@ def test_quality_is_found_by_source_or_name(tmp_path):
     assert ("--quality has no model of this name and size: c, other", "dim") in report(made).notes
     (figure,) = [figure for figure in report(made).figures if figure.key == "quality"]
     assert [(series.label, series.points[0].y) for series in figure.series] == [("base-nf4", 0.02)]
-    assert read_quality([]) is None
 
 
 def test_a_report_becomes_a_page_and_plots(tmp_path):

@@ -263,6 +263,14 @@ def test_a_gguf_file_of_odd_values_is_described(arch, odd, tmp_path):
     assert open_contents(str(path)).config["model_type"] == arch.model_types[0]
 
 
+def test_a_gguf_file_type_that_is_a_list_is_shown(tmp_path):
+    path = tmp_path / "odd.gguf"
+    keys = {"general.architecture": "llama", "llama.block_count": 1, "general.file_type": [1, 2]}
+    with writing(path, keys, [Entry("blk.0.ffn_up.weight", "Q8_0", (32, 32))]) as write:
+        write("blk.0.ffn_up.weight", [bytes(34 * 32)])
+    assert record.describe(open_contents(str(path)))["quantization"]["file_type"] == "file type [1, 2]"
+
+
 def test_a_job_in_a_manifest_that_does_not_run_is_refused(tiny_model, tmp_path, quantkit):
     """Options of a manifest are not typed. A job of a machine with more threads runs."""
     model, path = tiny_model("llama", tokenizer=True), tmp_path / "out/quantkit.json"

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from inspect import Parameter
+from pathlib import Path
 from typing import Any
 
 from quantkit.cli import flags, streams
@@ -67,9 +68,10 @@ def _command(
 
 
 def _models(settings: BenchSettings, values: dict, progress: Any) -> Measured:
+    from quantkit.evaluation.comparison.record import merge, read
     from quantkit.serving.bench import measure, record, show
 
-    evaluated = record.read_quality(settings.quality)
+    evaluated = merge([read(Path(path)) for path in settings.quality]) if settings.quality else None
     models = measure.open_models(values["models"], settings, values["revision"], values["offline"])
     measure.measure(models, settings, progress)
     result = record.record(models, settings, evaluated)

@@ -24,11 +24,8 @@ CODE_TYPES = {"I8", "U8", "I32", "U32", "F8_E4M3", "F8_E5M2"}  # types of matric
 
 def damage(contents: Contents, weights: Sequence[Weight], tokenizer: dict[str, Any] | None) -> list[str]:
     """Return a sentence for each defect because of which clients cannot load the checkpoint correctly."""
-    problems = [
-        *_index(contents),
-        *_quantization(contents, weights),
-        *model_problems(contents, weights, tokenizer),
-    ]
+    problems = [*_index(contents), *_quantization(contents, weights)]
+    problems += model_problems(contents, weights, tokenizer)
     return contents.problems + problems  # reading headers may have added problems
 
 

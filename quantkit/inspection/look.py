@@ -17,12 +17,8 @@ def at(
     contents = [open_contents(*source, offline) for source in sources]
     records = [record.describe(headers) for headers in contents]
     made = records[0]
-
-    def problems() -> list[str]:
-        return [problem for model in records for problem in model["integrity"]["problems"]]
-
-    if deep and problems():
-        made = next(model for model in records if model["integrity"]["problems"])
+    if deep and (damaged := [model for model in records if model["integrity"]["problems"]]):
+        made = damaged[0]
         made["integrity"]["notes"] = ["values were not read: the checkpoint is damaged"]
     elif deep or other is not None:
         from quantkit.inspection import values
@@ -36,4 +32,4 @@ def at(
             values.check(checkpoint, model, listen)
         if other is not None:
             made = values.compare(*opened, records, [record.written(headers) for headers in contents], listen)
-    return made, problems()
+    return made, [problem for model in records for problem in model["integrity"]["problems"]]

@@ -133,8 +133,8 @@ def _file_type(contents: Contents) -> str | None:
         return None
     from gguf import LlamaFileType
 
-    names = {kind.value: kind.name.removeprefix("MOSTLY_") for kind in LlamaFileType}
-    return names.get(code, f"file type {code}")
+    names = {str(kind.value): kind.name.removeprefix("MOSTLY_") for kind in LlamaFileType}
+    return names.get(str(code), f"file type {code}")  # the code may be of any type
 
 
 def _groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:

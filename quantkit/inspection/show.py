@@ -8,8 +8,8 @@ from quantkit.errors import count, name_all, printable
 from quantkit.tables import make_table, print_facts, print_line, print_table, ranges, size
 
 LOADS = {True: "yes", False: "no", None: "not tried"}
-
 TENSOR_ROWS = 500  # maximum of printed rows; a model has a few dozen kinds of tensors
+MOST_DIFFERENT = 10  # weights of two checkpoints that are printed
 
 
 def print_record(record: dict[str, Any]) -> None:
@@ -29,7 +29,7 @@ def _facts(record: dict[str, Any]) -> dict[str, str]:
     shape = [f"{model['blocks']} blocks"] if model["blocks"] else []
     shape += [f"hidden size {model['hidden_size']}"] if model["hidden_size"] else []
     shape += [count(model["parameters"], "parameter")] + ["tied embeddings"] * model["tied"]
-    facts = {
+    return {
         "checkpoint": record["source"],
         "model": ", ".join([str(model["model_type"]), *shape]),
         "weights": f"{size(model['bytes'])} of {record['container']}, "
@@ -42,7 +42,6 @@ def _facts(record: dict[str, Any]) -> dict[str, str]:
         "tokenizer": _tokenizer(record["tokenizer"]),
         "made by": provenance(record["provenance"]),
     }
-    return {name: fact for name, fact in facts.items() if fact}
 
 
 def _quantized(quantization: dict[str, Any] | None) -> str:
@@ -157,32 +156,31 @@ def _print_integrity(console: Console, integrity: dict[str, Any]) -> None:
         print_line(console, f"  {words}")
 
 
-def print_comparison(record: dict[str, Any], top: int = 10) -> None:
-    """Print the facts in which two checkpoints differ, and the `top` weights that differ most."""
+def print_comparison(record: dict[str, Any]) -> None:
+    """Print the facts in which two checkpoints differ, and the weights that differ most."""
     console = Console(highlight=False, markup=False)
     sides = [_facts(model) for model in record["models"]]
     rows = make_table("", "A", "B")
-    for name in dict.fromkeys([*sides[0], *sides[1]]):
-        values = [side.get(name, "–") for side in sides]
+    for name in sides[0]:
+        values = [side[name] or "–" for side in sides]
         if values[0] != values[1]:
             rows.add_row(name, *map(printable, values))
     if rows.row_count:
         print_table(console, rows, 1, 2)
-    _print_differences(console, record["weights"], top)
+    weights = record["weights"]
+    _print_differences(console, weights)
+    left = weights["divided"] or weights["unlike"] or any(weights["only"])
     if record["tokenizers"] != "equal":
         print_facts(console, {"tokenizers": record["tokenizers"]})
-    weights = record["weights"]
-    left = weights["divided"] or weights["unlike"] or any(weights["only"])
-    same = weights["compared"] == weights["equal"] and not left
-    if same and record["tokenizers"] == "equal":
+    elif weights["compared"] == weights["equal"] and not left:
         print_facts(console, {"A and B": "equal in tokenizer and every weight"})
 
 
-def _print_differences(console: Console, weights: dict[str, Any], top: int) -> None:
+def _print_differences(console: Console, weights: dict[str, Any]) -> None:
     unequal = [row for row in weights["differences"] if row["largest"] != 0]
     if unequal:
         rows = make_table("largest differences", "|A − B| / |A|", "largest |A − B|")
-        for row in unequal[:top]:
+        for row in unequal[:MOST_DIFFERENT]:
             largest = "up to scales" if row["largest"] is None else f"{row['largest']:.3g}"
             rows.add_row(row["name"].removesuffix(".weight"), f"{row['relative']:.5f}", largest)
         print_table(console, rows)

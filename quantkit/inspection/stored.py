@@ -164,30 +164,26 @@ def _foreign(rest: dict[str, TensorInfo]) -> Iterator[Weight]:
 
 
 def _of_gguf(infos: Mapping[str, TensorInfo]) -> Iterator[Weight]:
-    """Yield every tensor of a GGUF file; scale tensors of NVFP4 matrices are counted with the matrix."""
+    """Yield every tensor of a GGUF file. ggml blocks contain codes and scales; scale tensors of NVFP4
+    matrices are counted with the matrix."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
     extra_bytes, rest = Counter(), dict(infos)
     for name, info in infos.items():
         owner = infos.get(re.sub(r"\.(input_)?scale$", ".weight", name), info)
         if owner is not info and owner.dtype == "NVFP4":
             extra_bytes[owner.name] += rest.pop(name).nbytes
     for name, info in rest.items():
-        yield _of_ggml(info, extra_bytes[name])
-
-
-def _of_ggml(info: TensorInfo, extra_bytes: int) -> Weight:
-    """Return a tensor of a GGUF file; its ggml blocks contain codes and scales. extra_bytes: bytes of scales
-    in separate tensors."""
-    weight = _plain(info)
-    if PLAIN.match(info.dtype):
-        return weight
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    block, _ = GGML_QUANT_SIZES[GGMLQuantizationType[info.dtype]]
-    digits = re.match(r"(?:MX|NV)?[A-Z]*(\d)", info.dtype)
-    codes = Codes(info.dtype, int(digits[1]) if digits else 8, block)
-    code_bytes = min(info.nbytes, weight.parameters * codes.bits // 8)
-    scale_bytes = info.nbytes - code_bytes + extra_bytes
-    return replace(weight, plain_bytes=0, code_bytes=code_bytes, scale_bytes=scale_bytes, codes=codes)
+        weight = _plain(info)
+        if not PLAIN.match(info.dtype):
+            block, _ = GGML_QUANT_SIZES[GGMLQuantizationType[info.dtype]]
+            digits = re.match(r"(?:MX|NV)?[A-Z]*(\d)", info.dtype)
+            codes = Codes(info.dtype, int(digits[1]) if digits else 8, block)
+            code_bytes = min(info.nbytes, weight.parameters * codes.bits // 8)
+            scale_bytes = info.nbytes - code_bytes + extra_bytes[name]
+            stored = {"plain_bytes": 0, "code_bytes": code_bytes, "scale_bytes": scale_bytes}
+            weight = replace(weight, codes=codes, **stored)
+        yield weight
 
 
 def tokenizer_of(contents: Contents) -> dict[str, Any] | None:

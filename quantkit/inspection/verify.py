@@ -41,7 +41,8 @@ def verify(
     path = gguf_shards.first(Path(source))
     if not path.exists():
         raise QuantkitError(f"no such folder or file: {source}", "give a checkpoint on this disk", NOT_FOUND)
-    result: dict[str, Any] = {"schema": SCHEMA, "source": source, "notes": [], "problems": []}
+    result: dict[str, Any] = {"schema": SCHEMA, "source": source, "made": None, "files": [], "linears": []}
+    result |= {"notes": [], "problems": []}
     try:
         contents = open_contents(source)
         manifest = contents.manifest or {}
@@ -52,7 +53,7 @@ def verify(
     except QuantkitError as error:
         if not (path.suffix == ".gguf" or (path / MANIFEST).is_file() or (path / CONFIG).is_file()):
             raise  # not a checkpoint that quantkit wrote
-        return result | {"made": None, "files": [], "linears": [], "problems": [error.message]}
+        return result | {"problems": [error.message]}
     made = record.describe(contents)
     result["made"] = made["provenance"]
     result["files"] = list(_files(contents, manifest, result, listen))
@@ -65,12 +66,11 @@ def verify(
     ]
     if result["problems"]:  # do not decode damaged files
         result["notes"].append("values were not read" + ", and errors not measured" * (base is not None))
-        return result | {"linears": []}
+        return result
     checkpoint = open_checkpoint(source, trust_remote_code=trust_remote_code)
     values.check(checkpoint, made, listen)
     result["problems"] += made["integrity"]["problems"]
     result["notes"] += made["integrity"]["notes"] + made["integrity"]["warnings"]
-    result["linears"] = []
     if base is not None:
         original = open_checkpoint(base, trust_remote_code=trust_remote_code)
         result["linears"] = list(_linears(checkpoint, original, manifest, result, listen))

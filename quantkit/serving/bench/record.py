@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.evaluation.comparison.columns import labels
-from quantkit.evaluation.comparison.record import environment, merge, read
+from quantkit.evaluation.comparison.record import environment
 from quantkit.serving.bench.measure import ModelRuns, Subject
 from quantkit.serving.bench.settings import BenchSettings, Workload
 
@@ -23,7 +23,7 @@ Run = dict[str, Any]
 def record(
     models: Sequence[ModelRuns], settings: BenchSettings, evaluated: dict | None = None
 ) -> dict[str, Any]:
-    """Return the JSON of all models; ratios are to the first. evaluated: result of `read_quality`."""
+    """Return the JSON of all models; ratios are to the first. evaluated: record of `quantkit eval`."""
     labelled = zip(models, unique_labels(models), strict=True)
     return {
         "schema": SCHEMA,
@@ -134,12 +134,6 @@ def fit(times: Sequence[tuple[int, float]]) -> dict[str, float] | None:
 
 
 # ---- quality
-
-
-def read_quality(paths: Sequence[str]) -> dict[str, Any] | None:
-    """Merge results of `quantkit eval --json` into one record; None without files. Raises QuantkitError as
-    `quantkit report` does."""
-    return merge([read(Path(path)) for path in paths]) if paths else None
 
 
 def match(subject: Subject, evaluated: dict[str, Any] | None) -> dict[str, float] | None:
