@@ -112,7 +112,9 @@ def _configuration(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
     untrusted.refuse_config(config)
     try:
         kept = {key: value for key, value in config.items() if not IRRELEVANT.search(key)}
-        return transformers.CONFIG_MAPPING[family].from_dict(kept).get_text_config()
+        language = transformers.CONFIG_MAPPING[family].from_dict(kept).get_text_config()
+        language.attribute_map  # a family without such a part keeps `text_config` as it stands
+        return language
     except Exception as error:  # configuration classes raise many kinds of errors
         reason = textwrap.shorten(str(error), 200)
         raise Unsupported(f"config.json is invalid for {family}: {reason}") from error
