@@ -7,7 +7,7 @@ import torch
 from sums import assert_sums
 
 from quantkit.grids import int8
-from quantkit.grids.int8 import HALF_MAX, Int8Grid, int8_matmul
+from quantkit.grids.int8 import HALF_MAX, Int8Grid, Int8Linear
 from quantkit.grids.levels import Absmax
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -91,7 +91,7 @@ def test_the_product_is_that_of_bitsandbytes_bit_by_bit(bnb, monkeypatch, dtype,
         theirs = layer(x)
     codes, absmax = stored(weight)
     assert torch.equal(layer.state.CB, codes)
-    ours = int8_matmul(x, codes, absmax, threshold, shift)
+    ours = Int8Linear(codes, absmax, shift, threshold)(x)
     assert_sums(ours, theirs, max(1e-6, torch.finfo(dtype).eps) if outliers and threshold else 0)
 
 
@@ -101,10 +101,11 @@ def test_outliers_are_decided_sequence_by_sequence():
     batch = torch.cat([inputs(True, torch.float32, 3), inputs(False, torch.float32)])
     marked = int8.outlier_columns(batch, 6.0)
     assert [row.nonzero()[:, 0].tolist() for row in marked] == [[7, 30], [7, 31], [7, 32], []]
-    together = int8_matmul(batch, codes, absmax, 6.0)
-    alone = torch.cat([int8_matmul(sequence[None], codes, absmax, 6.0) for sequence in batch])
+    linear = Int8Linear(codes, absmax, None, 6.0)
+    together = linear(batch)
+    alone = torch.cat([linear(sequence[None]) for sequence in batch])
     assert_sums(together, alone)
-    merged = int8_matmul(batch.flatten(0, 1)[None], codes, absmax, 6.0).view_as(together)
+    merged = linear(batch.flatten(0, 1)[None]).view_as(together)
     assert not torch.equal(together, merged)  # as one sequence it is another computation
 
 
@@ -112,7 +113,7 @@ def test_a_row_of_zeros_stays_zero():
     codes, absmax = stored(randn(OUT, IN, seed=1))
     x = inputs(True, torch.float32)
     x[0, 5] = 0
-    result = int8_matmul(x, codes, absmax, 6.0)
+    result = Int8Linear(codes, absmax, None, 6.0)(x)
     assert not result[0, 5].any() and result.isfinite().all() and result[0, 4].any()
 
 

@@ -2,7 +2,7 @@
 
 Dettmers et al. 2022, arXiv:2208.07339, section 3: `X W ≈ Σ_{h∈O} X_h W_h + s_X s_W Σ_{h∉O} X̂_h Ŵ_h`, where O
 are the columns of X with a value that reaches the threshold. Activations are rounded at run time, so the
-error of a weight depends on its inputs. `int8_matmul` is that computation.
+error of a weight depends on its inputs. `Int8Linear` is that computation.
 """
 
 from dataclasses import dataclass
@@ -74,29 +74,9 @@ def _codes(rows: Tensor, absmax: Tensor) -> Tensor:
     return (rows * factor[:, None]).round_().clamp_(-LEVELS, LEVELS)
 
 
-def int8_matmul(
-    inputs: Tensor, codes: Tensor, absmax: Tensor, threshold: float, bias: Tensor | None = None,
-    products: bool = False,
-) -> Tensor:  # fmt: skip
-    """Return `inputs [sequences, tokens, in]` times a stored weight: codes int8 `[out, in]`, absmax float32
-    `[out]`. products: the processor multiplies int8 fast and exactly; the result is the same.
-
-    The result has the dtype of `inputs`. Outliers are determined for each sequence, so that results do not
-    depend on other sequences in the batch. Outlier columns are multiplied by the dequantized weight, as
-    clients do, because the original weight is not stored.
-    """
-    outliers = outlier_columns(inputs.half(), threshold)
-    result = _quantized_part(inputs, outliers, codes, absmax, threshold, products)
-    result = (result if bias is None else result + bias).to(inputs.dtype)
-    for k in outliers.any(1).nonzero()[:, 0].tolist():
-        columns = outliers[k].nonzero()[:, 0]
-        weight = (codes[:, columns] * absmax[:, None] * INVERSE).to(inputs.dtype)
-        result[k].addmm_(inputs[k][:, columns], weight.t())
-    return result
-
-
 class Int8Linear(nn.Module):
-    """`int8_matmul` as a module. products: the processor multiplies int8 fast and exactly."""
+    """A linear with a stored weight: codes int8 `[out, in]`, absmax float32 `[out]`. products: the processor
+    multiplies int8 fast and exactly; the result is the same."""
 
     def __init__(
         self, codes: Tensor, absmax: Tensor, bias: Tensor | None, threshold: float, products: bool = False
@@ -107,12 +87,36 @@ class Int8Linear(nn.Module):
         self.threshold, self.products = threshold, products
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map `inputs [..., tokens, in]` to `[..., tokens, out]`."""
+        """Map `inputs [..., tokens, in]` to `[..., tokens, out]`, in the dtype of `inputs`.
+
+        Outliers are determined for each sequence, so that results do not depend on other sequences in the
+        batch. Outlier columns are multiplied by the dequantized weight, as clients do, because the original
+        weight is not stored.
+        """
         if not inputs.numel():  # no token was routed to this expert
             return inputs.new_empty(*inputs.shape[:-1], len(self.codes))
         sequences = inputs.reshape(-1, *inputs.shape[-2:])
-        outputs = int8_matmul(sequences, self.codes, self.absmax, self.threshold, self.bias, self.products)
-        return outputs.view(*inputs.shape[:-1], len(self.codes))
+        outliers = outlier_columns(sequences.half(), self.threshold)
+        result = self._quantized_part(sequences, outliers)
+        result = (result if self.bias is None else result + self.bias).to(inputs.dtype)
+        for k in outliers.any(1).nonzero()[:, 0].tolist():
+            columns = outliers[k].nonzero()[:, 0]
+            weight = (self.codes[:, columns] * self.absmax[:, None] * INVERSE).to(inputs.dtype)
+            result[k].addmm_(sequences[k][:, columns], weight.t())
+        return result.view(*inputs.shape[:-1], len(self.codes))
+
+    def _quantized_part(self, inputs: Tensor, outliers: Tensor) -> Tensor:
+        """Multiply int8 inputs and codes with sums in int32; dequantize with both scales.
+
+        A scale covers an input row's values below the threshold, also in outlier columns, as in bitsandbytes.
+        """
+        rows = inputs.half().float().flatten(0, 1)
+        if self.threshold > 0:
+            rows.masked_fill_(rows.abs() >= self.threshold, 0)
+        scale = rows.abs().amax(1)
+        quantized = _codes(rows, scale).unflatten(0, inputs.shape[:2]).masked_fill_(outliers[:, None], 0)
+        sums = _int_matmul(quantized.flatten(0, 1).to(torch.int8), self.codes, self.products)
+        return (sums * (scale[:, None] * self.absmax) * INVERSE_SQUARE).unflatten(0, inputs.shape[:2])
 
 
 def outlier_columns(inputs: Tensor, threshold: float) -> Tensor:
@@ -120,22 +124,6 @@ def outlier_columns(inputs: Tensor, threshold: float) -> Tensor:
     none), bool `[sequences, in]`."""
     peaks = inputs.abs().amax(1)
     return peaks >= threshold if threshold > 0 else torch.zeros_like(peaks, dtype=torch.bool)
-
-
-def _quantized_part(
-    inputs: Tensor, outliers: Tensor, codes: Tensor, absmax: Tensor, threshold: float, products: bool
-) -> Tensor:
-    """Multiply int8 inputs and codes with sums in int32; dequantize with both scales.
-
-    A scale covers an input row's values below the threshold, also in outlier columns, as in bitsandbytes.
-    """
-    rows = inputs.half().float().flatten(0, 1)
-    if threshold > 0:
-        rows.masked_fill_(rows.abs() >= threshold, 0)
-    scale = rows.abs().amax(1)
-    quantized = _codes(rows, scale).unflatten(0, inputs.shape[:2]).masked_fill_(outliers[:, None], 0)
-    sums = _int_matmul(quantized.flatten(0, 1).to(torch.int8), codes, products)
-    return (sums * (scale[:, None] * absmax) * INVERSE_SQUARE).unflatten(0, inputs.shape[:2])
 
 
 def _int_matmul(a: Tensor, b: Tensor, products: bool = False) -> Tensor:
