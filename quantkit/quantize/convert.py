@@ -27,7 +27,7 @@ from quantkit.errors import (
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.biased import BiasedGrid, BiasedParams
 from quantkit.grids.ggml import named
-from quantkit.grids.ggml.params import BlockParams
+from quantkit.grids.ggml.block import BlockParams
 from quantkit.grids.grid import Grid, QuantizedWeight
 from quantkit.inspection import clients, verify
 from quantkit.inspection.record import describe

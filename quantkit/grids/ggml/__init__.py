@@ -4,8 +4,8 @@ A ggml block of 32 weights has one scale; a super-block of 256 weights has a flo
 integer scales of its sub-blocks. `quantize` makes the same choice as ggml's own encoder; `fit` and `round`
 serve error feedback.
 
-Begin with `params.py` (stored parameters) and `block.py` (base class of the types). Encoders: `legacy.py`
-(the simplest), `kquants.py`, `iq4.py`; they choose scales with `search.py`, bit for bit as ggml does.
+Begin with `block.py` (stored parameters, base class of the types). Encoders: `legacy.py` (the simplest),
+`kquants.py`, `iq4.py`; they choose scales with `search.py`, bit for bit as ggml does.
 
 `iquants.py` takes vectors from a `codebook.py` by ggml's search among neighbours; error feedback finds
 vectors with `nearest.py`. `fp4.py` has 4-bit floats.

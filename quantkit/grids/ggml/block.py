@@ -7,13 +7,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.grids.ggml import params as stored
 from quantkit.grids.grid import Grid, each_row, group, map_rows, matrix, stack
 from quantkit.grids.levels import WholeLevels, usable
 from quantkit.grids.parallel import by_chunks
 
 CHANGES = (-8, -4, -2, -1, 0, 1, 2, 4, 8)  # of a scale that `refit` tries
+HALF_MAX = 65504.0
+HALF_MIN = 2.0**-24  # smallest positive float16 (subnormal)
 Encoded = Iterator[Any]  # parameters of each ggml block, then codes `[group_size, blocks]`
+
+
+@dataclass(frozen=True)
+class BlockParams:
+    """The parameters that a type has; the others are None. They define `value = step * level - low`.
+
+    d, dmin, m: float16 values in float32, `[rows]` for one ggml block or `[out, blocks]` for a matrix.
+    scales, mins: integers in float32, `[..., sub-blocks]`; scales of i-quants are integers plus 1/2. The step
+    is d, or d times a scale. m is added to every value; dmin times a min is subtracted.
+    """
+
+    d: Tensor
+    scales: Tensor | None = None
+    dmin: Tensor | None = None
+    mins: Tensor | None = None
+    m: Tensor | None = None
+
+    def steps(self) -> tuple[Tensor, Tensor]:
+        """Return step and low of every sub-block, `[..., sub-blocks]`."""
+        step = self.d[..., None] if self.scales is None else self.scales * self.d[..., None]
+        if self.m is not None:
+            return step, -self.m[..., None]
+        return step, torch.zeros_like(step) if self.mins is None else self.mins * self.dmin[..., None]
+
+    def halves(self) -> dict[str, Tensor]:
+        """Return d, dmin and m by name, if the type has them."""
+        parts = {"d": self.d, "dmin": self.dmin, "m": self.m}
+        return {name: part for name, part in parts.items() if part is not None}
+
+
+def half(x: Tensor) -> Tensor:
+    """Return x rounded to float16, as float32."""
+    return x.half().float()
 
 
 @dataclass(frozen=True)
@@ -176,18 +210,18 @@ class BlockGrid(WholeLevels):
         return map_rows(self._values, torch.float32, codes, *params.steps())
 
     def scaled(self, params: Any, factor: Tensor) -> Any:
-        return replace(params, **{n: stored.half(part * factor) for n, part in params.halves().items()})
+        return replace(params, **{n: half(part * factor) for n, part in params.halves().items()})
 
     def clipped(self, params: Any) -> int:
         sizes = [part.abs() for part in params.halves().values()]
-        return sum(int(((size >= stored.HALF_MAX) | (size == stored.HALF_MIN)).sum()) for size in sizes)
+        return sum(int(((size >= HALF_MAX) | (size == HALF_MIN)).sum()) for size in sizes)
 
     def floats(self, params: Any) -> dict[str, Tensor]:
         """Return d, dmin and m of every ggml block; scales and mins of sub-blocks are integers."""
         return params.halves()
 
     def _storable(self, value: Tensor) -> Tensor:
-        return stored.half(value.clamp(-stored.HALF_MAX, stored.HALF_MAX))
+        return half(value.clamp(-HALF_MAX, HALF_MAX))
 
     def _values(self, codes: Tensor, step: Tensor, low: Tensor) -> Tensor:
         level = self._level(codes.float()).unflatten(1, (-1, self.sub_size))

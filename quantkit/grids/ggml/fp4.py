@@ -14,8 +14,7 @@ from torch import Tensor
 
 from quantkit.grids import fp4
 from quantkit.grids.fp4 import E4M3_MIN, Fp4Levels, MxFp4Grid, NvFp4Grid
-from quantkit.grids.ggml.block import BlockGrid, Blocks, Encoded, join, split
-from quantkit.grids.ggml.params import BlockParams
+from quantkit.grids.ggml.block import BlockGrid, BlockParams, Blocks, Encoded, join, split
 from quantkit.grids.grid import Grid
 from quantkit.grids.levels import usable
 

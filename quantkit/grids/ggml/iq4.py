@@ -5,9 +5,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quantkit.grids.ggml.block import BlockGrid, Blocks, Encoded, join, split
+from quantkit.grids.ggml.block import BlockGrid, BlockParams, Blocks, Encoded, half, join, split
 from quantkit.grids.ggml.kquants import error_weights, mean_square
-from quantkit.grids.ggml.params import BlockParams, half
 from quantkit.grids.ggml.search import EPSILON, extreme, inverse, over, refitted, total
 from quantkit.grids.levels import TableLevels, constant, usable
 

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.ggml import codebook
-from quantkit.grids.ggml.block import BlockGrid, Blocks, Encoded, join, split
+from quantkit.grids.ggml.block import BlockGrid, BlockParams, Blocks, Encoded, half, join, split
 from quantkit.grids.ggml.codebook import CodeBook, nearest_neighbour
 from quantkit.grids.ggml.kquants import SUPER_BLOCK, error_weights, mean_square
 from quantkit.grids.ggml.nearest import SIGNS, VectorSearch
-from quantkit.grids.ggml.params import BlockParams, half
 from quantkit.grids.ggml.search import finite, make_qp, over, single, square_root, times, total
 from quantkit.grids.grid import by_rows, each_row, map_rows
 from quantkit.grids.levels import usable

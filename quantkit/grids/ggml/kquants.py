@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.ggml import search
-from quantkit.grids.ggml.block import BlockGrid, Blocks, Encoded, join, split
-from quantkit.grids.ggml.params import BlockParams, half
+from quantkit.grids.ggml.block import BlockGrid, BlockParams, Blocks, Encoded, half, join, split
 from quantkit.grids.ggml.search import WITH_IMPORTANCE, Plan, total
 
 SUPER_BLOCK = 256

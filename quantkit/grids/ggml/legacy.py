@@ -4,9 +4,8 @@
 import torch
 from torch import Tensor
 
-from quantkit.grids.ggml.block import BlockGrid, Blocks, Encoded
+from quantkit.grids.ggml.block import BlockGrid, BlockParams, Blocks, Encoded, half
 from quantkit.grids.ggml.kquants import error_weights
-from quantkit.grids.ggml.params import BlockParams, half
 from quantkit.grids.ggml.search import WITH_IMPORTANCE, extreme, inverse, lowest, make_qkx, make_qx, total
 
 BLOCK = 32
