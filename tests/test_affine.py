@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from quantkit.grids import affine
-from quantkit.grids.affine import SCALE_MAX, SCALE_MIN, AffineGrid, AffineParams
+from quantkit.grids.affine import AffineGrid, AffineParams
 from quantkit.grids.grid import QuantizedWeight, flat, join, matrix, rows
+from quantkit.grids.levels import HALF_MAX, HALF_MIN
 from quantkit.quantize import methods
 
 BITS = (2, 3, 4, 8)
@@ -269,8 +270,8 @@ def test_scales_at_the_ends_of_float16_are_clamped_and_counted(symmetric, search
     weight[2] = 0
     weight[4] *= 1e9
     params = grid.fit(weight)
-    assert params.scale[1] == SCALE_MIN == 2.0**-24
-    assert params.scale[2] == 1 and params.scale[4] == SCALE_MAX
+    assert params.scale[1] == HALF_MIN == 2.0**-24
+    assert params.scale[2] == 1 and params.scale[4] == HALF_MAX
     assert grid.clipped(params) == 2
     values = grid.decode(grid.round(weight, params), params)
     assert torch.equal(values[1:3], torch.zeros(2, 32)) and torch.isfinite(values).all()

@@ -113,7 +113,8 @@ def _configuration(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
     try:
         kept = {key: value for key, value in config.items() if not IRRELEVANT.search(key)}
         language = transformers.CONFIG_MAPPING[family].from_dict(kept).get_text_config()
-        language.attribute_map  # a family without such a part keeps `text_config` as it stands
+        if not isinstance(language, transformers.PreTrainedConfig):
+            raise TypeError("it has no part that is called text_config")
         return language
     except Exception as error:  # configuration classes raise many kinds of errors
         reason = textwrap.shorten(str(error), 200)

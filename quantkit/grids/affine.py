@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.grid import each_row
-from quantkit.grids.levels import WholeLevels
+from quantkit.grids.levels import HALF_MAX, HALF_MIN, WholeLevels
 from quantkit.grids.parallel import for_each, rows_at_once
 
-SCALE_MIN = 2.0**-24  # smallest positive float16 (subnormal)
-SCALE_MAX = 65504.0
 STEP = {2: 0.06, 3: 0.05, 4: 0.04, 5: 0.03, 6: 0.02, 7: 0.01, 8: 0.006}  # share of the range, by bits
 RANGES = (-2, 0, 3, 6, 9)  # steps by which the group's full range is made smaller; then one either way
 SEARCH_SPAN = 32  # pieces of the search that share their memory: fresh pages cost more than the arithmetic
@@ -82,7 +80,7 @@ class AffineGrid(WholeLevels):
             scale = torch.where(high > -low, -scale, scale) if self.signed else scale
             return scale, torch.full_like(half, 2 ** (self.bits - 1))
         scale = (high - low) / self.max_code
-        zero = torch.round(-low / scale.clamp(min=SCALE_MIN))
+        zero = torch.round(-low / scale.clamp(min=HALF_MIN))
         return scale, zero.clamp_(self.zero_min, self.max_code)
 
     def _search(self, scale: Tensor, zero: Tensor, weight: Tensor, roots: Tensor) -> None:
@@ -146,7 +144,7 @@ class AffineGrid(WholeLevels):
 
     def clipped(self, params: AffineParams) -> int:
         size = params.scale.abs()
-        return int(((size <= SCALE_MIN) | (size >= SCALE_MAX)).sum())
+        return int(((size <= HALF_MIN) | (size >= HALF_MAX)).sum())
 
     def round(self, weight: Tensor, params: AffineParams) -> Tensor:
         """Return the nearest codes, uint8, for `weight [rows, group_size]`; ties go to even."""
@@ -169,7 +167,7 @@ class AffineGrid(WholeLevels):
 
     def _storable(self, scale: Tensor) -> Tensor:
         """Return the nearest float16 scale of the same sign within its range; 1 for an all-zero group."""
-        clamped = scale.abs().clamp_(SCALE_MIN, SCALE_MAX).copysign_(scale)
+        clamped = scale.abs().clamp_(HALF_MIN, HALF_MAX).copysign_(scale)
         return torch.where(scale == 0, 1.0, clamped).half().to(scale.dtype)
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.grids.affine import SCALE_MAX, SCALE_MIN, AffineGrid
+from quantkit.grids.affine import AffineGrid
 from quantkit.grids.grid import select
-from quantkit.grids.levels import WholeLevels
+from quantkit.grids.levels import HALF_MAX, HALF_MIN, WholeLevels
 from quantkit.grids.parallel import for_each, rows_at_once
 
 FITS = 3  # least squares of scale and bias, each followed by rounding
@@ -80,7 +80,7 @@ class BiasedGrid(WholeLevels):
     def _stored(self, scale: Tensor, bias: Tensor) -> BiasedParams:
         """Return scale and bias in the stored type; the scale stays above 0."""
         dtype = getattr(torch, self.dtype)
-        return BiasedParams(scale.clamp(SCALE_MIN, SCALE_MAX).to(dtype), bias.to(dtype))
+        return BiasedParams(scale.clamp(HALF_MIN, HALF_MAX).to(dtype), bias.to(dtype))
 
     def round(self, weight: Tensor, params: BiasedParams) -> Tensor:
         """Return the nearest codes, uint8, for `weight [rows, group_size]`; ties go to even."""

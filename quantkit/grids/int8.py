@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.grids.grid import by_rows, map_rows
-from quantkit.grids.levels import Absmax, WholeLevels, usable
+from quantkit.grids.levels import HALF_MAX, HALF_MIN, Absmax, WholeLevels, usable
 
 LEVELS = 127
-HALF_MAX, HALF_MIN = 65504.0, 2.0**-24
 EXACT = 2**24 // LEVELS**2  # products of this many int8 pairs add up exactly in float32
 INVERSE = 0.007874015718698502  # 1 / 127 as bitsandbytes multiplies by it
 INVERSE_SQUARE = 6.200124e-05  # its 1 / 127², which is 6.20001e-05

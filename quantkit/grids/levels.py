@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quantkit.grids.grid import Grid
 
+HALF_MIN, HALF_MAX = 2.0**-24, 65504.0  # smallest (subnormal) and largest positive float16
 NO_STEP = 1e30  # stands for a step of 0: any weight is nearest to level 0
 
 

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.grid import Grid, each_row, group, map_rows, matrix, stack
-from quantkit.grids.levels import WholeLevels, usable
+from quantkit.grids.levels import HALF_MAX, HALF_MIN, WholeLevels, usable
 from quantkit.grids.parallel import by_chunks
 
 CHANGES = (-8, -4, -2, -1, 0, 1, 2, 4, 8)  # of a scale that `refit` tries
-HALF_MAX = 65504.0
-HALF_MIN = 2.0**-24  # smallest positive float16 (subnormal)
 Encoded = Iterator[Any]  # parameters of each ggml block, then codes `[group_size, blocks]`
 
 

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, require
 from quantkit.grids.ggml import TYPES, iquants, named
-from quantkit.grids.ggml.block import HALF_MAX, BlockGrid, BlockParams
+from quantkit.grids.ggml.block import BlockGrid, BlockParams
 from quantkit.grids.ggml.fp4 import E4m3Scales, Nvfp4Blocks
 from quantkit.grids.ggml.iquants import CodeBookGrid
 from quantkit.grids.ggml.nearest import SIGNS
 from quantkit.grids.grid import flat, is_finite, matrix
+from quantkit.grids.levels import HALF_MAX
 from quantkit.grids.parallel import by_chunks
 from quantkit.layouts.ggml.parts import BLOCKS
 
