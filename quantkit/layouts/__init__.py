@@ -1,8 +1,8 @@
 """Layouts: the tensors of one quantized linear for a client. One file per layout, found by its name.
 
 A file holds the class of a layout; NAME, its name in configurations; and `detect(config)`, which returns the
-layout of a stored configuration. inspection/clients.yaml lists the clients. torch is imported only where
-tensors are encoded and decoded, so that plans do without.
+layout of a stored configuration. inspection/clients.yaml lists the clients. torch is imported when tensors
+are encoded and decoded, so that plans do without (`_late.py`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
-    from quantkit.grids.grid import Grid, QuantizedWeight
-
+from quantkit.layouts._late import grids, torch
 
 DTYPES = {  # names in headers of safetensors files, by torch's names
     **{f"float{n}": f"F{n}" for n in (16, 32, 64)} | {"bfloat16": "BF16", "bool": "BOOL", "complex64": "C64"},
@@ -37,7 +31,7 @@ DTYPES = {  # names in headers of safetensors files, by torch's names
 DTYPE_BYTES = {name: int(re.search(r"\d+|$", name)[0] or 8) // 8 for name in DTYPES.values()}
 Numbers = tuple[int, int | None]  # bits, and columns of a group: None for whole rows
 FLOATS = {"F64", "F32", "F16", "BF16", "F8_E8M0"}  # dtypes in which a scale may be stored
-Tensors = Mapping[str, "Tensor"]  # of a linear, by suffix
+Tensors = Mapping[str, "torch.Tensor"]  # of a linear, by suffix
 Table = dict[str, tuple[str, tuple[int, ...]]]  # suffix -> dtype and shape of a linear's tensor
 
 # Linears that serving engines fuse, by the name of the fused linear.
@@ -75,7 +69,7 @@ class LinearSpec:
     local: str
     out_features: int
     in_features: int
-    grid: Grid | Width | None
+    grid: grids.Grid | Width | None
     kept: str | None = None
     conv1d: bool = False
     module: str | None = None
@@ -149,7 +143,7 @@ class Layout(ABC):
         """Return the layout for the linears of a job; overridden where tensors do not show the bits."""
         return self
 
-    def grid(self, grid: Grid, dtype: torch.dtype | None) -> Grid:
+    def grid(self, grid: grids.Grid, dtype: torch.dtype | None) -> grids.Grid:
         """Return the grid that the layout stores: a method's grid, or a replacement. dtype: the model's."""
         return grid
 
@@ -214,28 +208,28 @@ class Layout(ABC):
         return sum(DTYPE_BYTES[dtype] * math.prod(shape) for dtype, shape in self.tensors(spec).values())
 
     @abstractmethod
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+    def encode(self, weight: grids.QuantizedWeight) -> dict[str, torch.Tensor]:
         """Return the tensors of one linear as the client expects them: {suffix: tensor}."""
 
     @abstractmethod
-    def decode(self, tensors: Tensors) -> QuantizedWeight:
+    def decode(self, tensors: Tensors) -> grids.QuantizedWeight:
         """Return the weight that the stored tensors hold. Raises QuantkitError if they do not fit one
         another."""
 
-    def with_floats(self, tensors: Tensors, floats: Tensors) -> dict[str, Tensor]:
+    def with_floats(self, tensors: Tensors, floats: Tensors) -> dict[str, torch.Tensor]:
         """Return a linear's stored tensors with new floating-point parameters, rounded to the stored
         precision. floats: keyed as in the grid's `floats`. Codes and sizes stay the same."""
         weight = self.decode(tensors)
         encoded = self.encode(weight.with_floats(weight.grid.storable(floats)))
         return {name: encoded[name] if name in self.floats else tensors[name] for name in tensors}
 
-    def values(self, tensors: Tensors) -> Tensor:
+    def values(self, tensors: Tensors) -> torch.Tensor:
         """Return the dequantized weight, float32 `[out, in]`: the same as `decode(tensors).values()`."""
         return self.decode(tensors).values()
 
     def module(
-        self, tensors: Tensors, bias: Tensor | None, values: Tensor, products: bool
-    ) -> nn.Module | None:
+        self, tensors: Tensors, bias: torch.Tensor | None, values: torch.Tensor, products: bool
+    ) -> torch.nn.Module | None:
         """Return a module that quantizes its inputs as clients do; None if clients only multiply with the
         decoded weight. values: the decoded weight, in the precision of the input to save a conversion.
         products: the processor multiplies int8 fast."""
@@ -336,7 +330,7 @@ def in_words(numbers: Numbers) -> str:
     return f"{bits} bit in groups of {size}" if size else f"{bits} bit in whole rows"
 
 
-def spec_of_shape(out_features: int, in_features: int, grid: Grid | Width) -> LinearSpec:
+def spec_of_shape(out_features: int, in_features: int, grid: grids.Grid | Width) -> LinearSpec:
     """Return a LinearSpec with a shape and a grid but no name: enough for `Layout.tensors`."""
     return LinearSpec("", 0, "", out_features, in_features, grid)
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from quantkit.layouts import LinearSpec, Tensors, damaged
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
+from quantkit.layouts._late import torch
 
 WORD, BYTE = 32, 8  # bits
 
@@ -42,10 +37,8 @@ def _placement(bits: int) -> list[tuple[int, int, int]]:
     return [(k, *divmod(k * bits, WORD)) for k in range(whole_words(bits))]
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack codes `[n, m]` into int32 `[n * bits / 32, m]`, a little-endian bit stream down dimension 0."""
-    import torch
-
     if BYTE % bits == 0:  # whole codes in a byte: fewer operations
         codes = codes.to(torch.uint8).clone(memory_format=torch.contiguous_format)
         while bits < BYTE:
@@ -66,11 +59,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return words.view(-1, codes.shape[1])
 
 
-def unpack(words: Tensor, bits: int, count: int) -> Tensor:
+def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Invert `pack`: return codes uint8 `[count, m]`. The words need not fill a whole period."""
-    import torch
-    from torch.nn.functional import pad
-
     if BYTE % bits == 0:
         codes = words.to(torch.int32).contiguous()[..., None].view(torch.uint8)
         codes = codes.transpose(1, 2).reshape(-1, words.shape[1])
@@ -80,7 +70,7 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
         return codes[:count]
     period = _placement(bits)
     per_period = len(period) * bits // WORD
-    words = pad(words, (0, 0, 0, -len(words) % per_period))
+    words = torch.nn.functional.pad(words, (0, 0, 0, -len(words) % per_period))
     grouped = words.reshape(-1, per_period, words.shape[1])
     values = torch.empty((len(grouped), len(period), words.shape[1]), dtype=torch.uint8, device=words.device)
     for value, word, shift in period:
@@ -91,12 +81,10 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     return values.view(-1, words.shape[1])[:count]
 
 
-def pack_planes(codes: Tensor, widths: Sequence[int]) -> Tensor:
+def pack_planes(codes: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
     """Pack codes `[n, m]` into int32 `[n * bits / 32, m]`. Each code is split into planes of `widths` bits,
     lowest bits first. Every 32 codes store the words of the first plane, then those of the next. With one
     plane the result is that of `pack`."""
-    import torch
-
     if len(widths) == 1:
         return pack(codes, widths[0])
     planes, shift = [], 0
@@ -107,10 +95,8 @@ def pack_planes(codes: Tensor, widths: Sequence[int]) -> Tensor:
     return torch.cat(planes, 1).view(-1, codes.shape[1])
 
 
-def unpack_planes(words: Tensor, widths: Sequence[int], count: int) -> Tensor:
+def unpack_planes(words: torch.Tensor, widths: Sequence[int], count: int) -> torch.Tensor:
     """Invert `pack_planes`: uint8 `[count, m]`. With several planes, count is a multiple of 32."""
-    import torch
-
     if len(widths) == 1:
         return unpack(words, widths[0], count)
     blocks = words.reshape(-1, sum(widths), words.shape[1])
@@ -122,15 +108,13 @@ def unpack_planes(words: Tensor, widths: Sequence[int], count: int) -> Tensor:
 
 
 def column_groups(
-    tensors: Tensors, part: str, stored: Tensor | None, spec: LinearSpec, device: torch.device
-) -> Tensor | None:
+    tensors: Tensors, part: str, stored: torch.Tensor | None, spec: LinearSpec, device: torch.device
+) -> torch.Tensor | None:
     """Return the group of each column, int64 `[in]`; None if groups are consecutive columns of equal size.
 
     stored: the stored group of each column, named `part` in errors; None for consecutive columns. Raises
     QuantkitError if a group number has no scale.
     """
-    import torch
-
     size, groups = spec.grid.group_size, -(-spec.in_features // spec.grid.group_size)
     trivial = torch.arange(spec.in_features, device=device) // size
     group = trivial if stored is None else stored.long()

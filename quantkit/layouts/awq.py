@@ -10,16 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.errors import UNSUPPORTED, require
 from quantkit.layouts import Layout, LinearSpec, Numbers, Table, Tensors, Width, not_converted, spec_of_shape
+from quantkit.layouts._late import affine, grids, torch
 from quantkit.layouts._packing import no_whole_words, pack, unpack, words
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.grids.grid import QuantizedWeight
 
 NAME = "awq"
 BITS = 4
@@ -71,7 +67,7 @@ class AwqLayout(Layout):
             "scales": ("F16", (groups, spec.out_features)),
         }
 
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+    def encode(self, weight: grids.QuantizedWeight) -> dict[str, torch.Tensor]:
         assert weight.column_group is None, "awq stores no g_idx"
         return {
             "qweight": _pack(weight.codes),
@@ -90,15 +86,12 @@ class AwqLayout(Layout):
     def numbers(self) -> Numbers:
         return BITS, max(0, self.group_size) or None
 
-    def decode(self, tensors: Tensors) -> QuantizedWeight:
-        from quantkit.grids.affine import AffineGrid, AffineParams
-        from quantkit.grids.grid import QuantizedWeight
-
+    def decode(self, tensors: Tensors) -> grids.QuantizedWeight:
         spec = self.checked_spec(tensors)
-        grid = AffineGrid(BITS, spec.grid.group_size, symmetric=not self.zero_point)
+        grid = affine.AffineGrid(BITS, spec.grid.group_size, symmetric=not self.zero_point)
         zero = _unpack(tensors["qzeros"], spec.out_features).float()
-        params = AffineParams(tensors["scales"].t().float(), zero)
-        return QuantizedWeight(grid, _unpack(tensors["qweight"], spec.out_features), params)
+        params = affine.AffineParams(tensors["scales"].t().float(), zero)
+        return grids.QuantizedWeight(grid, _unpack(tensors["qweight"], spec.out_features), params)
 
     def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         return {
@@ -127,13 +120,13 @@ def detect(config: dict) -> AwqLayout | None:
     return AwqLayout(group_size=group_size, zero_point=bool(config.get("zero_point", True)))
 
 
-def _pack(values: Tensor) -> Tensor:
+def _pack(values: torch.Tensor) -> torch.Tensor:
     """Convert `[out, n]` to int32 `[n, out / 8]`."""
     ordered = values.reshape(-1, PER_WORD, values.shape[1])[:, ORDER].flatten(0, 1)
     return pack(ordered, BITS).t().contiguous()
 
 
-def _unpack(words: Tensor, out_features: int) -> Tensor:
+def _unpack(words: torch.Tensor, out_features: int) -> torch.Tensor:
     """Invert `_pack`: uint8 `[out, n]`."""
     ordered = unpack(words.t(), BITS, out_features).view(-1, PER_WORD, len(words))
     places = [ORDER.index(column) for column in range(PER_WORD)]

@@ -14,15 +14,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, require
 from quantkit.layouts import Layout, LinearSpec, Table, Tensors, Width, not_converted, spec_of_shape
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from quantkit.grids.grid import QuantizedWeight
+from quantkit.layouts._late import grids, int8, levels, nf4, torch
 
 NAME = "bitsandbytes"
 STATE = "weight.quant_state.bitsandbytes__nf4"
@@ -51,9 +47,7 @@ class Int8Layout(Layout):
         shape = spec.out_features, spec.in_features
         return {"weight": ("I8", shape), "SCB": ("F32", shape[:1]), "weight_format": ("U8", ())}
 
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        import torch
-
+    def encode(self, weight: grids.QuantizedWeight) -> dict[str, torch.Tensor]:
         return {
             "weight": (weight.codes ^ 128).view(torch.int8),  # q + 128 to two's complement
             "SCB": weight.params.absmax[:, 0].contiguous(),
@@ -64,24 +58,18 @@ class Int8Layout(Layout):
         rows, columns = tensors["weight"].shape
         return spec_of_shape(rows, columns, Width(8, columns))
 
-    def decode(self, tensors: Tensors) -> QuantizedWeight:
-        import torch
-
-        from quantkit.grids.grid import QuantizedWeight
-        from quantkit.grids.int8 import Int8Grid
-        from quantkit.grids.levels import Absmax
-
+    def decode(self, tensors: Tensors) -> grids.QuantizedWeight:
         spec = self.checked_spec(tensors)
         if "weight_format" in tensors and tensors["weight_format"].any():
             what = f"an int8 weight of weight_format {tensors['weight_format'].tolist()} is not supported"
             raise QuantkitError(what, "save it again with a current bitsandbytes", UNSUPPORTED)
-        codes, params = tensors["weight"].view(torch.uint8) ^ 128, Absmax(tensors["SCB"].float()[:, None])
-        return QuantizedWeight(Int8Grid(spec.in_features), codes, params)
+        codes, absmax = tensors["weight"].view(torch.uint8) ^ 128, tensors["SCB"].float()[:, None]
+        return grids.QuantizedWeight(int8.Int8Grid(spec.in_features), codes, levels.Absmax(absmax))
 
-    def module(self, tensors: Tensors, bias: Tensor | None, values: Tensor, products: bool) -> nn.Module:
-        from quantkit.grids.int8 import Int8Linear
-
-        return Int8Linear(tensors["weight"], tensors["SCB"].float(), bias, self.threshold, products)
+    def module(
+        self, tensors: Tensors, bias: torch.Tensor | None, values: torch.Tensor, products: bool
+    ) -> torch.nn.Module:
+        return int8.Int8Linear(tensors["weight"], tensors["SCB"].float(), bias, self.threshold, products)
 
     def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         """Return `quantization_config`. Its list of exceptions must name the head, or clients quantize it."""
@@ -130,51 +118,41 @@ class Nf4Layout(Layout):
         text = _state(spec.out_features, spec.in_features, offset)
         return table | {STATE: ("U8", (len(text),))}
 
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        import torch
-
-        from quantkit.grids.nf4 import TABLE, dynamic_map
-
+    def encode(self, weight: grids.QuantizedWeight) -> dict[str, torch.Tensor]:
         params, pairs = weight.params, weight.codes.reshape(-1, 2)
-        tensors = {"weight": pairs[:, :1] << 4 | pairs[:, 1:], "weight.quant_map": torch.tensor(TABLE)}
+        tensors = {"weight": pairs[:, :1] << 4 | pairs[:, 1:], "weight.quant_map": torch.tensor(nf4.TABLE)}
         offset = None
         if self.double_quant:
             offset = params.offset.flatten()[0].item()
             tensors |= {
                 "weight.absmax": params.code.flatten(),
                 "weight.nested_absmax": params.nested.flatten()[::NESTED_BLOCK].contiguous(),
-                "weight.nested_quant_map": dynamic_map().clone(),
+                "weight.nested_quant_map": nf4.dynamic_map().clone(),
             }
         else:
             tensors["weight.absmax"] = params.absmax.flatten()
         text = _state(*weight.codes.shape, offset)
         return tensors | {STATE: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
-    def with_floats(self, tensors: Tensors, floats: Tensors) -> dict[str, Tensor]:
+    def with_floats(self, tensors: Tensors, floats: Tensors) -> dict[str, torch.Tensor]:
         """See `Layout.with_floats`. The JSON text keeps its length when the offset in it changes."""
         encoded = super().with_floats(tensors, floats)
         if "offset" in floats:
             encoded[STATE] = _with_offset(tensors[STATE], floats["offset"].item())
         return encoded
 
-    def decode(self, tensors: Tensors) -> QuantizedWeight:
+    def decode(self, tensors: Tensors) -> grids.QuantizedWeight:
         """Invert `encode` exactly. Raises QuantkitError if sizes do not fit or the table is not NF4's."""
-        import torch
-
-        from quantkit.grids.grid import QuantizedWeight
-        from quantkit.grids.levels import Absmax
-        from quantkit.grids.nf4 import TABLE, NestedParams, Nf4Grid, dynamic_map
-
         spec, absmax, packed = self.checked_spec(tensors), tensors["weight.absmax"], tensors["weight"]
-        _expect(tensors["weight.quant_map"], torch.tensor(TABLE))
+        _expect(tensors["weight.quant_map"], torch.tensor(nf4.TABLE))
         codes = torch.cat([packed >> 4, packed & 15], 1).view(spec.out_features, spec.in_features)
         absmax = absmax.view(spec.out_features, spec.in_features // BLOCK)
         if absmax.dtype != torch.uint8:
-            return QuantizedWeight(Nf4Grid(False), codes, Absmax(absmax.float()))
-        _expect(tensors["weight.nested_quant_map"], dynamic_map())
+            return grids.QuantizedWeight(nf4.Nf4Grid(False), codes, levels.Absmax(absmax.float()))
+        _expect(tensors["weight.nested_quant_map"], nf4.dynamic_map())
         offset = torch.tensor(_read_state(tensors[STATE])["nested_offset"], device=absmax.device)
-        params = NestedParams.of(absmax, tensors["weight.nested_absmax"], offset)
-        return QuantizedWeight(Nf4Grid(), codes, params)
+        params = nf4.NestedParams.of(absmax, tensors["weight.nested_absmax"], offset)
+        return grids.QuantizedWeight(nf4.Nf4Grid(), codes, params)
 
     def sizes(self, tensors: Tensors) -> LinearSpec:
         return spec_of_shape(*_read_state(tensors[STATE])["shape"], Width(4, BLOCK))
@@ -235,11 +213,9 @@ def _state(out_features: int, in_features: int, offset: float | None) -> bytes:
     return json.dumps(state).encode()
 
 
-def _with_offset(text: Tensor, offset: float) -> Tensor:
+def _with_offset(text: torch.Tensor, offset: float) -> torch.Tensor:
     """Return the stored JSON text with another offset, at the same length. The offset has at most nine
     digits, as many as fit, and spaces fill the rest."""
-    import torch
-
     state, stored = json.loads(bytes(text.tolist())), torch.tensor(offset)
     if torch.equal(torch.tensor(float(state["nested_offset"])), stored):
         return text
@@ -250,7 +226,7 @@ def _with_offset(text: Tensor, offset: float) -> Tensor:
     return text  # no digit has room
 
 
-def _read_state(tensor: Tensor) -> dict:
+def _read_state(tensor: torch.Tensor) -> dict:
     """Return the parsed JSON text of an NF4 weight. Raises QuantkitError if a needed field is invalid."""
     try:
         state = json.loads(bytes(tensor.tolist()))
@@ -265,9 +241,7 @@ def _read_state(tensor: Tensor) -> dict:
     return state
 
 
-def _expect(stored: Tensor, table: Tensor) -> None:
-    import torch
-
+def _expect(stored: torch.Tensor, table: torch.Tensor) -> None:
     table = table.to(stored.device)
     same = stored.shape == table.shape and torch.allclose(stored.float(), table, rtol=0, atol=1e-6)
     require(same, "the code table of an nf4 weight is not NF4's", "save it again", UNSUPPORTED)

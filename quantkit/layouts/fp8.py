@@ -11,16 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from quantkit.errors import UNSUPPORTED, require
 from quantkit.layouts import LinearSpec, Tensors, kept_names
+from quantkit.layouts._late import activations, torch
 from quantkit.layouts.compressed_tensors import Renamed
 from quantkit.layouts.compressed_tensors.floats import FloatQuantized
 from quantkit.layouts.compressed_tensors.forms import Numbers
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 NAME = "fp8"
 
@@ -37,12 +34,12 @@ class Fp8Layout(Renamed):
     renamed = {"weight_scale": "weight_scale_inv"}
     whole_blocks = ("out_features",)
 
-    def module(self, tensors: Tensors, bias: Tensor | None, values: Tensor, products: bool) -> nn.Module:
-        from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear
-
+    def module(
+        self, tensors: Tensors, bias: torch.Tensor | None, values: torch.Tensor, products: bool
+    ) -> torch.nn.Module:
         size = math.gcd(self.form.block, values.shape[1])
         numbers = Numbers(8, "float", True, "group", group_size=size, dynamic=True)
-        return QuantizedInputLinear(values, bias, numbers, exact=True)
+        return activations.QuantizedInputLinear(values, bias, numbers, exact=True)
 
     def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         return {

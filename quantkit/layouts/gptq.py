@@ -16,17 +16,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit import __version__
 from quantkit.errors import RUNTIME, UNSUPPORTED, QuantkitError, compiled, require
 from quantkit.layouts import Layout, LinearSpec, Numbers, Table, Tensors, Width, fusions, spec_of_shape
+from quantkit.layouts._late import affine, grids, torch
 from quantkit.layouts._packing import WORD, column_groups, no_whole_words, pack_planes, unpack_planes, words
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.grids.grid import QuantizedWeight
 
 NAME = "gptq"
 PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}  # bits of each plane, from the lowest
@@ -85,9 +81,7 @@ class GptqLayout(Layout):
             "g_idx": ("I32", (spec.in_features,)),
         }
 
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        import torch
-
+    def encode(self, weight: grids.QuantizedWeight) -> dict[str, torch.Tensor]:
         planes = self.planes(weight.grid.bits)
         zero = weight.params.zero.to(torch.int32).t()  # [groups, out]
         stored_zero = (zero - 1) & weight.grid.max_code if self.version == 1 else zero
@@ -114,11 +108,8 @@ class GptqLayout(Layout):
     def numbers(self) -> Numbers | None:
         return (self.bits, max(0, self.group_size) or None) if self.rules is not None else None
 
-    def decode(self, tensors: Tensors) -> QuantizedWeight:
+    def decode(self, tensors: Tensors) -> grids.QuantizedWeight:
         """Invert `encode` exactly. Without `g_idx`, groups are consecutive columns."""
-        from quantkit.grids.affine import AffineGrid, AffineParams
-        from quantkit.grids.grid import QuantizedWeight
-
         spec = self.checked_spec(tensors)
         bits, planes = spec.grid.bits, self.planes(spec.grid.bits)
         qweight, scales = tensors["qweight"], tensors["scales"]
@@ -126,9 +117,10 @@ class GptqLayout(Layout):
         zero = unpack_planes(tensors["qzeros"].t(), planes, spec.out_features).t().int()
         if self.version == 1:
             zero = (zero + 1) & (2**bits - 1)
-        grid = AffineGrid(bits, spec.grid.group_size, self.symmetric, self.zero_min)
+        grid = affine.AffineGrid(bits, spec.grid.group_size, self.symmetric, self.zero_min)
         codes = unpack_planes(qweight, planes, spec.in_features).t().contiguous()
-        return QuantizedWeight(grid, codes, AffineParams(scales.t().float(), zero.t().float()), group)
+        params = affine.AffineParams(scales.t().float(), zero.t().float())
+        return grids.QuantizedWeight(grid, codes, params, group)
 
     def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         """Return `quantization_config`. A linear that differs from the defaults gets a `dynamic` rule for

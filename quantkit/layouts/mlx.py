@@ -13,18 +13,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, require
 from quantkit.layouts import DTYPES, Layout, LinearSpec, Table, Tensors, Width, spec_of_shape
+from quantkit.layouts._late import biased, grids, torch
 from quantkit.layouts._packing import WORD, pack, unpack, words
 from quantkit.layouts.compressed_tensors.floats import MxFp4Packed, MxFp8, NvFp4Packed
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from quantkit.grids.grid import Grid, QuantizedWeight
 
 NAME = "mlx"
 SWITCH = ".switch_mlp."  # in mlx-lm's names of experts, which it stacks
@@ -98,13 +93,11 @@ class MlxLayout(Layout):
             )
         return None
 
-    def grid(self, grid: Grid, dtype: torch.dtype | None) -> Grid:
-        from quantkit.grids.biased import BiasedGrid
-
+    def grid(self, grid: grids.Grid, dtype: torch.dtype | None) -> grids.Grid:
         if self.mode != "affine":
             return replace(grid, divisor=1.0) if self.mode == "nvfp4" else grid
         name = str(dtype or "bfloat16").removeprefix("torch.")
-        return BiasedGrid(grid.bits, grid.group_size, name, grid.search, grid.clip)
+        return biased.BiasedGrid(grid.bits, grid.group_size, name, grid.search, grid.clip)
 
     def tensors(self, spec: LinearSpec) -> Table:
         groups = spec.out_features, -(-spec.in_features // spec.grid.group_size)
@@ -114,9 +107,7 @@ class MlxLayout(Layout):
         dtype = DTYPES[getattr(spec.grid, "dtype", "bfloat16")]
         return table | {"scales": (dtype, groups), "biases": (dtype, groups)}
 
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        import torch
-
+    def encode(self, weight: grids.QuantizedWeight) -> dict[str, torch.Tensor]:
         assert weight.column_group is None, "MLX stores no order of columns"
         if form := FLOATS.get(self.mode):
             parts = form.encode(weight)
@@ -131,20 +122,15 @@ class MlxLayout(Layout):
             raise ValueError
         return spec_of_shape(out_features, groups * self.group_size, Width(self.bits, self.group_size))
 
-    def decode(self, tensors: Tensors) -> QuantizedWeight:
-        import torch
-
-        from quantkit.grids.biased import BiasedGrid, BiasedParams
-        from quantkit.grids.grid import QuantizedWeight
-
+    def decode(self, tensors: Tensors) -> grids.QuantizedWeight:
         spec, packed, scales = self.checked_spec(tensors), tensors["weight"], tensors["scales"]
         if form := FLOATS.get(self.mode):
             stored = scales.view(torch.float8_e4m3fn) if self.mode == "nvfp4" else scales
             parts = {form.CODES[0]: packed.view(torch.uint8), "weight_scale": stored}
             return form.decode(parts | {"weight_global_scale": torch.ones(1, device=scales.device)}, spec)
         codes = unpack(packed.view(torch.int32).t(), self.bits, spec.in_features).t().contiguous()
-        grid = BiasedGrid(self.bits, self.group_size, str(scales.dtype).removeprefix("torch."))
-        return QuantizedWeight(grid, codes, BiasedParams(scales, tensors["biases"]))
+        grid = biased.BiasedGrid(self.bits, self.group_size, str(scales.dtype).removeprefix("torch."))
+        return grids.QuantizedWeight(grid, codes, biased.BiasedParams(scales, tensors["biases"]))
 
     def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         """Return `quantization_config`. mlx-lm takes modules without scales for 16 bit."""

@@ -11,19 +11,14 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from quantkit.errors import UNSUPPORTED, require
 from quantkit.layouts import LinearSpec, Table, Tensors, damaged, kept_names
+from quantkit.layouts._late import grids, torch
 from quantkit.layouts.compressed_tensors import Renamed
 from quantkit.layouts.compressed_tensors.floats import FloatQuantized, NvFp4Packed
 from quantkit.layouts.compressed_tensors.forms import Form
 from quantkit.layouts.compressed_tensors.schemes import Scheme, numbers
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.grids.grid import QuantizedWeight
 
 NAME = "modelopt"
 FILE = "hf_quant_config.json"
@@ -58,12 +53,12 @@ class ModelOptLayout(Renamed):
             table["weight_scale"] = dtype, (shape[0], 1, shape[1], 1) if self.form.block else shape[:1]
         return {suffix: (dtype, () if shape == (1,) else shape) for suffix, (dtype, shape) in table.items()}
 
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+    def encode(self, weight: grids.QuantizedWeight) -> dict[str, torch.Tensor]:
         tensors = super().encode(weight)
         factors = FACTORS.values() if "weight_scale_2" in tensors else ()
         return {suffix: 1 / tensor if suffix in factors else tensor for suffix, tensor in tensors.items()}
 
-    def translated(self, tensors: Tensors) -> dict[str, Tensor]:
+    def translated(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         """Return the tensors as the form stores them. Raises QuantkitError unless factors are above 0."""
         stored = super().translated(tensors)
         for suffix in stored.keys() & FACTORS.keys():
@@ -72,7 +67,7 @@ class ModelOptLayout(Renamed):
             stored[suffix] = 1 / stored[suffix].float()
         return stored
 
-    def decode(self, tensors: Tensors) -> QuantizedWeight:
+    def decode(self, tensors: Tensors) -> grids.QuantizedWeight:
         """Invert `encode` exactly. If `weight_scale_2` is no power of two, as ModelOpt writes it, the scales
         become products, rounded as there. Raises QuantkitError if the tensors do not fit each other."""
         weight = super().decode(tensors)

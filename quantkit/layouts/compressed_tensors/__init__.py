@@ -10,19 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit import layouts
 from quantkit.errors import require
 from quantkit.layouts import Layout, LinearSpec, Numbers, Statistic, Table, Tensors, damaged
+from quantkit.layouts._late import activations, grids, torch
 from quantkit.layouts.compressed_tensors import schemes
 from quantkit.layouts.compressed_tensors.forms import Form
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from quantkit.grids.grid import QuantizedWeight
 
 NAME = "compressed-tensors"
 WIDE = {"BF16": "F32"}
@@ -85,11 +81,11 @@ class CompressedTensorsLayout(Layout):
     def tensors(self, spec: LinearSpec) -> Table:
         return self.form.tensors(spec)
 
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+    def encode(self, weight: grids.QuantizedWeight) -> dict[str, torch.Tensor]:
         assert weight.column_group is None, "columns reordered across groups are not written"
         return self.form.encode(weight)
 
-    def decode(self, tensors: Tensors) -> QuantizedWeight:
+    def decode(self, tensors: Tensors) -> grids.QuantizedWeight:
         """Invert `encode` exactly; also decode what llm-compressor's presets write.
 
         Raises QuantkitError naming the tensor whose type or size does not fit the others or the scheme.
@@ -121,24 +117,23 @@ class CompressedTensorsLayout(Layout):
         raise damaged(tensors, f"{', '.join(tensors)} are of another form than {self.form.NAME}")
 
     def module(
-        self, tensors: Tensors, bias: Tensor | None, values: Tensor, products: bool
-    ) -> nn.Module | None:
+        self, tensors: Tensors, bias: torch.Tensor | None, values: torch.Tensor, products: bool
+    ) -> torch.nn.Module | None:
         entry = None if self.scheme else self._form(tensors).activations()
         numbers = self.scheme.activations if self.scheme else entry and schemes.numbers("activations", entry)
         if numbers is None:
             return None
-        from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear
-
         scale = None
         if not numbers.dynamic or numbers.strategy == "tensor_group":
             suffix = "input_global_scale" if numbers.is_fp4 else "input_scale"
             scale = tensors[suffix].float()
             if scale.numel() != 1:
                 raise damaged(tensors, f"{suffix} is {list(scale.shape)} instead of one number")
+            scale = scale.view(1)
         if numbers.group_size and values.shape[1] % numbers.group_size:
             why = f"rows of {values.shape[1]} are not divided by groups of {numbers.group_size} inputs"
             raise damaged(tensors, why)
-        return QuantizedInputLinear(values, bias, numbers, scale if scale is None else scale.view(1))
+        return activations.QuantizedInputLinear(values, bias, numbers, scale)
 
     def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         """Return `quantization_config`. A linear with another form than most is a target by its exact name;
@@ -198,22 +193,22 @@ class Renamed(CompressedTensorsLayout):
             self.renamed.get(name, name): (WIDE.get(dtype, dtype), shape) for name, (dtype, shape) in table
         }
 
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+    def encode(self, weight: grids.QuantizedWeight) -> dict[str, torch.Tensor]:
         tensors = {self.renamed.get(name, name): tensor for name, tensor in super().encode(weight).items()}
         table = self.tensors(self.sizes(tensors))
         return {suffix: tensor.view(table[suffix][1]) for suffix, tensor in tensors.items()}
 
-    def translated(self, tensors: Tensors) -> dict[str, Tensor]:
+    def translated(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         """Return the tensors under the names and in the shapes of the form."""
         table = self.form.tensors(self.checked_spec(tensors)).items()
         return {name: tensors[self.renamed.get(name, name)].reshape(shape) for name, (_, shape) in table}
 
-    def decode(self, tensors: Tensors) -> QuantizedWeight:
+    def decode(self, tensors: Tensors) -> grids.QuantizedWeight:
         return self.form.decode(self.translated(tensors), self.sizes(tensors))
 
     def module(
-        self, tensors: Tensors, bias: Tensor | None, values: Tensor, products: bool
-    ) -> nn.Module | None:
+        self, tensors: Tensors, bias: torch.Tensor | None, values: torch.Tensor, products: bool
+    ) -> torch.nn.Module | None:
         return super().module(self.translated(tensors), bias, values, products)
 
     def sizes(self, tensors: Mapping[str, Any]) -> LinearSpec:

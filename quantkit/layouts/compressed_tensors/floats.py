@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.errors import UNSUPPORTED, require
 from quantkit.layouts import LinearSpec, Statistic, Table, Tensors, Width, damaged, spec_of_shape
+from quantkit.layouts._late import float8, fp4, grids, torch
 from quantkit.layouts._packing import column_groups
 from quantkit.layouts.compressed_tensors.forms import Form, Numbers, described
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.grids.grid import QuantizedWeight
 
 FP4_MOST = 448.0 * 6.0  # that e4m3 times e2m1 can be
 MX_BIAS = 127
@@ -60,31 +56,26 @@ class FloatQuantized(Form):
         table: Table = {"weight": ("F8_E4M3", shape), "weight_scale": ("BF16", scales)}
         return table | ({"input_scale": ("BF16", (1,))} if self.static else {})
 
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        from quantkit.grids.float8 import FLOAT8, LARGEST_FLOAT8
-
+    def encode(self, weight: grids.QuantizedWeight) -> dict[str, torch.Tensor]:
         grid = weight.grid
         scale = weight.params.scale[:: grid.rows].to(grid.stored)
         scale = scale.view(1) if self.whole else scale.contiguous()
-        tensors = {"weight": weight.codes.contiguous().view(FLOAT8), "weight_scale": scale}
+        tensors = {"weight": weight.codes.contiguous().view(float8.FLOAT8), "weight_scale": scale}
         if self.static:
-            tensors["input_scale"] = _input_scale(weight.input_peak, LARGEST_FLOAT8, grid.stored)
+            tensors["input_scale"] = _input_scale(weight.input_peak, float8.LARGEST_FLOAT8, grid.stored)
         return tensors
 
-    def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
-        import torch
-
-        from quantkit.grids.float8 import LARGEST_FLOAT8, WHOLE, Float8Grid, Float8Params
-        from quantkit.grids.grid import QuantizedWeight
-
+    def decode(self, tensors: Tensors, spec: LinearSpec) -> grids.QuantizedWeight:
         weight, stored = tensors["weight"], tensors["weight_scale"]
-        rows = WHOLE if self.whole else self.block or 1
+        rows = float8.WHOLE if self.whole else self.block or 1
         scale = stored.float().reshape(1, 1) if self.whole else stored.float()
         scale = scale.repeat_interleave(min(rows, len(weight)), 0)[: len(weight)]
         group = column_groups(tensors, "weight", None, spec, weight.device)
-        grid = Float8Grid(spec.grid.group_size, rows, scale_dtype=str(stored.dtype).removeprefix("torch."))
-        peak = tensors["input_scale"].float().view(()) * LARGEST_FLOAT8 if "input_scale" in tensors else None
-        return QuantizedWeight(grid, weight.view(torch.uint8), Float8Params(scale), group, peak)
+        dtype, peak = str(stored.dtype).removeprefix("torch."), tensors.get("input_scale")
+        grid = float8.Float8Grid(spec.grid.group_size, rows, scale_dtype=dtype)
+        if peak is not None:
+            peak = peak.float().view(()) * float8.LARGEST_FLOAT8
+        return grids.QuantizedWeight(grid, weight.view(torch.uint8), float8.Float8Params(scale), group, peak)
 
     def weights(self) -> dict:
         block = [self.block, self.block] if self.block else None
@@ -96,13 +87,11 @@ class FloatQuantized(Form):
         return described(8, "float", "group" if self.block else "token", self.block, True, None)
 
 
-def _input_scale(peak: Tensor | None, most: float, dtype: Any) -> Tensor:
+def _input_scale(peak: torch.Tensor | None, most: float, dtype: Any) -> torch.Tensor:
     """Return the stored scale of inputs, `[1]` of a torch dtype; epsilon if all inputs are zero.
 
     Raises QuantkitError if no token of the calibration text reached the linear.
     """
-    import torch
-
     what = "static scales need inputs, and no calibration text enters one of these linears"
     hint = "leave out --static, or keep such linears in 16 bit with --exclude"
     require(peak is not None, what, hint, UNSUPPORTED)
@@ -153,23 +142,17 @@ class MxFp4Packed(Form):
             raise damaged(tensors, f"{self.CODES[0]} is {[rows, columns]}: {why}")
         return spec
 
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+    def encode(self, weight: grids.QuantizedWeight) -> dict[str, torch.Tensor]:
         codes = weight.codes
         return {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": self._scales(weight)}
 
-    def _scales(self, weight: QuantizedWeight) -> Tensor:
-        import torch
-
+    def _scales(self, weight: grids.QuantizedWeight) -> torch.Tensor:
         return (torch.frexp(weight.params.scale).exponent + MX_BIAS - 1).to(torch.uint8).contiguous()
 
-    def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
-        import torch
-
-        from quantkit.grids.fp4 import Fp4Params, MxFp4Grid, powers_of_two
-        from quantkit.grids.grid import QuantizedWeight
-
-        scale = powers_of_two(tensors["weight_scale"].int() - MX_BIAS)
-        return QuantizedWeight(MxFp4Grid(), _codes(tensors), Fp4Params(scale, torch.ones_like(scale)))
+    def decode(self, tensors: Tensors, spec: LinearSpec) -> grids.QuantizedWeight:
+        scale = fp4.powers_of_two(tensors["weight_scale"].int() - MX_BIAS)
+        params = fp4.Fp4Params(scale, torch.ones_like(scale))
+        return grids.QuantizedWeight(fp4.MxFp4Grid(), _codes(tensors), params)
 
     def weights(self) -> dict[str, Any]:
         return described(self.BITS, "float", self.STRATEGY, self.GROUP, scale_dtype=self.SCALE_DTYPE)
@@ -178,10 +161,8 @@ class MxFp4Packed(Form):
         return self.weights() | self.AT_RUN_TIME if self.quantize_inputs else None
 
 
-def _codes(tensors: Tensors) -> Tensor:
+def _codes(tensors: Tensors) -> torch.Tensor:
     """Return codes uint8 `[out, in]`, unpacked from two in a byte."""
-    import torch
-
     packed = tensors["weight_packed"]
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
@@ -197,20 +178,12 @@ class MxFp8(MxFp4Packed):
     BITS = 8
     no_experts = "no client that was tried reads experts in MXFP8; in --format fp8 transformers does"
 
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        from quantkit.grids.float8 import FLOAT8
+    def encode(self, weight: grids.QuantizedWeight) -> dict[str, torch.Tensor]:
+        return {"weight": weight.codes.contiguous().view(float8.FLOAT8), "weight_scale": self._scales(weight)}
 
-        return {"weight": weight.codes.contiguous().view(FLOAT8), "weight_scale": self._scales(weight)}
-
-    def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
-        import torch
-
-        from quantkit.grids.float8 import Float8Params, MxFp8Grid
-        from quantkit.grids.fp4 import powers_of_two
-        from quantkit.grids.grid import QuantizedWeight
-
-        params = Float8Params(powers_of_two(tensors["weight_scale"].int() - MX_BIAS))
-        return QuantizedWeight(MxFp8Grid(), tensors["weight"].view(torch.uint8), params)
+    def decode(self, tensors: Tensors, spec: LinearSpec) -> grids.QuantizedWeight:
+        params = float8.Float8Params(fp4.powers_of_two(tensors["weight_scale"].int() - MX_BIAS))
+        return grids.QuantizedWeight(float8.MxFp8Grid(), tensors["weight"].view(torch.uint8), params)
 
 
 @dataclass(frozen=True)
@@ -242,7 +215,7 @@ class NvFp4Packed(MxFp4Packed):
         divisors = ["weight_global_scale"] + ["input_global_scale"] * self.quantize_inputs
         return super().tensors(spec) | dict.fromkeys(divisors, ("F32", (1,)))
 
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+    def encode(self, weight: grids.QuantizedWeight) -> dict[str, torch.Tensor]:
         divisor = weight.params.divisor.flatten()[:1].float().clone()
         tensors = super().encode(weight) | {"weight_global_scale": divisor}
         if self.quantize_inputs:
@@ -250,18 +223,13 @@ class NvFp4Packed(MxFp4Packed):
             tensors["input_global_scale"] = FP4_MOST / peak
         return tensors
 
-    def _scales(self, weight: QuantizedWeight) -> Tensor:
-        import torch
-
+    def _scales(self, weight: grids.QuantizedWeight) -> torch.Tensor:
         return weight.params.scale.to(torch.float8_e4m3fn).contiguous()
 
-    def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
+    def decode(self, tensors: Tensors, spec: LinearSpec) -> grids.QuantizedWeight:
         """Return codes, scales and the divisor. Raises QuantkitError unless the divisor is above 0."""
-        from quantkit.grids.fp4 import Fp4Params, NvFp4Grid
-        from quantkit.grids.grid import QuantizedWeight
-
         scale, divisor = tensors["weight_scale"].float(), tensors["weight_global_scale"].float().view(1)
         if not (divisor > 0).all():
             raise damaged(tensors, f"weight_global_scale is {divisor.item():g}, not above 0")
-        params = Fp4Params(scale, divisor.expand_as(scale))
-        return QuantizedWeight(NvFp4Grid(), _codes(tensors), params)
+        params = fp4.Fp4Params(scale, divisor.expand_as(scale))
+        return grids.QuantizedWeight(fp4.NvFp4Grid(), _codes(tensors), params)

@@ -1,7 +1,7 @@
 """Base of the forms. A form stores a linear as compressed-tensors does for one `format` of a config group.
 
-`integers.py` and `floats.py` have the forms of llm-compressor's presets. torch is imported where tensors are
-made. Format: compressed-tensors 0.20 `compressors`, `quant_scheme.py`.
+`integers.py` and `floats.py` have the forms of llm-compressor's presets. Format: compressed-tensors 0.20
+`compressors`, `quant_scheme.py`.
 """
 
 from dataclasses import dataclass

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from quantkit.layouts import LinearSpec, OutOfReach, Table, Tensors, Width, damaged, spec_of_shape
+from quantkit.layouts._late import affine, grids, torch
 from quantkit.layouts._packing import WORD, column_groups, no_whole_words, pack, unpack, words
 from quantkit.layouts.compressed_tensors.forms import Form, Numbers, described
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.grids.grid import QuantizedWeight
 
 WIDTHS = range(2, 9)  # bits of packed integers
 SIGN_OFFSET = 128  # integers of 8 bits are stored without a sign in memory, with one on disk
@@ -63,9 +58,7 @@ class PackQuantized(Form):
         }
         return table | ({} if self.symmetric else {"weight_zero_point": ("I32", (words(rows, bits), groups))})
 
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        import torch
-
+    def encode(self, weight: grids.QuantizedWeight) -> dict[str, torch.Tensor]:
         bits = weight.grid.bits
         tensors = {
             "weight_packed": pack(weight.codes.t(), bits).t().contiguous(),
@@ -95,12 +88,7 @@ class PackQuantized(Form):
         size = shape[1] if self.group_size == -1 else min(self.group_size, shape[1])
         return spec_of_shape(*shape, Width(self.bits, size, self.symmetric))
 
-    def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
-        import torch
-
-        from quantkit.grids.affine import AffineGrid, AffineParams
-        from quantkit.grids.grid import QuantizedWeight
-
+    def decode(self, tensors: Tensors, spec: LinearSpec) -> grids.QuantizedWeight:
         bits, size, scale = self.bits, spec.grid.group_size, tensors["weight_scale"].float()
         group = tensors.get("weight_g_idx")
         if group is not None and (group == -1).all():  # how compressed-tensors writes that there is no order
@@ -110,8 +98,8 @@ class PackQuantized(Form):
         if not self.symmetric:
             zero = unpack(tensors["weight_zero_point"], bits, spec.out_features).float()
         codes = unpack(tensors["weight_packed"].t(), bits, spec.in_features).t().contiguous()
-        grid = AffineGrid(bits, size, self.symmetric)
-        return QuantizedWeight(grid, codes, AffineParams(scale, zero), group)
+        grid = affine.AffineGrid(bits, size, self.symmetric)
+        return grids.QuantizedWeight(grid, codes, affine.AffineParams(scale, zero), group)
 
     def weights(self) -> dict:
         by = ("channel", None) if self.group_size == -1 else ("group", self.group_size)
@@ -146,21 +134,14 @@ class IntQuantized(Form):
         shape = spec.out_features, spec.in_features
         return {"weight": ("I8", shape), "weight_scale": ("F16", (shape[0], 1))}
 
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        import torch
-
+    def encode(self, weight: grids.QuantizedWeight) -> dict[str, torch.Tensor]:
         scale = weight.params.scale.half().contiguous()
         return {"weight": (weight.codes ^ SIGN_OFFSET).view(torch.int8).contiguous(), "weight_scale": scale}
 
-    def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
-        import torch
-
-        from quantkit.grids.affine import AffineGrid, AffineParams
-        from quantkit.grids.grid import QuantizedWeight
-
+    def decode(self, tensors: Tensors, spec: LinearSpec) -> grids.QuantizedWeight:
         codes, scale = tensors["weight"].view(torch.uint8) ^ SIGN_OFFSET, tensors["weight_scale"].float()
-        grid = AffineGrid(8, spec.in_features)
-        return QuantizedWeight(grid, codes, AffineParams(scale, torch.full_like(scale, SIGN_OFFSET)))
+        params = affine.AffineParams(scale, torch.full_like(scale, SIGN_OFFSET))
+        return grids.QuantizedWeight(affine.AffineGrid(8, spec.in_features), codes, params)
 
     def weights(self) -> dict:
         return described(8, "int", "channel")

@@ -8,14 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from quantkit.layouts import Layout, LinearSpec, Table, Tensors, damaged, spec_of_shape
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.grids.grid import QuantizedWeight
+from quantkit.layouts._late import blocks, ggml, gguf, grids, torch
 
 NAME = "gguf"
 
@@ -32,9 +27,7 @@ class GgmlLayout(Layout):
     fused = False
 
     def check(self, spec: LinearSpec) -> str | None:
-        from quantkit.grids.ggml.block import BlockGrid
-
-        if not isinstance(spec.grid, BlockGrid):
+        if not isinstance(spec.grid, ggml.BlockGrid):
             return f"a GGUF file holds ggml's block types, not {spec.grid.describe()}"
         if spec.in_features % spec.grid.group_size:
             size = spec.grid.group_size
@@ -42,42 +35,29 @@ class GgmlLayout(Layout):
         return None
 
     def tensors(self, spec: LinearSpec) -> Table:
-        from quantkit.layouts.ggml.blocks import row_bytes
-
-        blocks = {"ggml": ("U8", (spec.out_features, row_bytes(spec.grid.name, spec.in_features)))}
-        return blocks | ({"ggml_scale": ("F32", (1,))} if spec.grid.joint else {})
+        nbytes = blocks.row_bytes(spec.grid.name, spec.in_features)
+        table = {"ggml": ("U8", (spec.out_features, nbytes))}
+        return table | ({"ggml_scale": ("F32", (1,))} if spec.grid.joint else {})
 
     def sizes(self, tensors: Tensors) -> LinearSpec:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-        from quantkit.grids.ggml import TYPES, named
-
-        kind = GGMLQuantizationType(int(tensors["ggml_type"]))
-        if kind.name not in TYPES:
+        kind = gguf.GGMLQuantizationType(int(tensors["ggml_type"]))
+        if kind.name not in ggml.TYPES:
             raise damaged(tensors, f"blocks of type {kind.name} are not supported")
-        (rows, columns), (block, nbytes) = tensors["ggml"].shape, GGML_QUANT_SIZES[kind]
+        (rows, columns), (block, nbytes) = tensors["ggml"].shape, gguf.GGML_QUANT_SIZES[kind]
         if columns % nbytes:
             raise ValueError
-        return spec_of_shape(rows, columns // nbytes * block, named(kind.name))
+        return spec_of_shape(rows, columns // nbytes * block, ggml.named(kind.name))
 
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        import torch
-        from gguf import GGMLQuantizationType
-
-        from quantkit.layouts.ggml.blocks import pack
-
-        number = torch.tensor(GGMLQuantizationType[weight.grid.name].value, dtype=torch.int32)
-        tensors = {"ggml": pack(weight.grid, weight.codes, weight.params), "ggml_type": number}
+    def encode(self, weight: grids.QuantizedWeight) -> dict[str, torch.Tensor]:
+        number = torch.tensor(gguf.GGMLQuantizationType[weight.grid.name].value, dtype=torch.int32)
+        tensors = {"ggml": blocks.pack(weight.grid, weight.codes, weight.params), "ggml_type": number}
         if hasattr(weight.params, "divisor"):
             tensors["ggml_scale"] = 1 / weight.params.divisor.flatten()[:1]
         return tensors
 
-    def decode(self, tensors: Tensors) -> QuantizedWeight:
-        from quantkit.grids.grid import QuantizedWeight
-        from quantkit.layouts.ggml.blocks import unpack
-
+    def decode(self, tensors: Tensors) -> grids.QuantizedWeight:
         grid = self.checked_spec(tensors).grid
-        return QuantizedWeight(grid, *unpack(grid, tensors["ggml"], tensors.get("ggml_scale")))
+        return grids.QuantizedWeight(grid, *blocks.unpack(grid, tensors["ggml"], tensors.get("ggml_scale")))
 
     def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         """Return {}: a GGUF file stores the type of every tensor itself."""
