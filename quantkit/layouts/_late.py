@@ -2,7 +2,7 @@
 
 import importlib
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
 class _Late(ModuleType):
@@ -10,10 +10,16 @@ class _Late(ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
-torch, gguf = _Late("torch"), _Late("gguf")
-grids = _Late("quantkit.grids.grid")
-affine, biased, float8, fp4, int8, levels, nf4 = (
-    _Late(f"quantkit.grids.{name}") for name in ("affine", "biased", "float8", "fp4", "int8", "levels", "nf4")
-)
+if TYPE_CHECKING:  # what editors and type checkers read
+    import gguf
+    import torch
+
+    from quantkit.grids import affine, biased, float8, fp4, ggml, int8, levels, nf4
+    from quantkit.grids import grid as grids
+else:
+    torch, gguf = _Late("torch"), _Late("gguf")
+    grids, ggml = _Late("quantkit.grids.grid"), _Late("quantkit.grids.ggml")
+    affine, biased, float8 = (_Late(f"quantkit.grids.{name}") for name in ("affine", "biased", "float8"))
+    fp4, int8, levels, nf4 = (_Late(f"quantkit.grids.{name}") for name in ("fp4", "int8", "levels", "nf4"))
 activations = _Late("quantkit.layouts.compressed_tensors.activations")
-ggml, blocks = _Late("quantkit.grids.ggml"), _Late("quantkit.layouts.ggml.blocks")
+blocks = _Late("quantkit.layouts.ggml.blocks")
