@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as hf
 
-from quantkit.capacity import source
+from quantkit.capacity import Unsupported, meta, source
 from quantkit.capacity.kv_cache import layer_caches
 from quantkit.capacity.settings import Settings
 from quantkit.errors import QuantkitError
@@ -16,6 +16,12 @@ def test_a_family_without_a_default_says_what_is_absent():
     with pytest.raises(QuantkitError, match="has no num_attention_heads, and strange has no") as refused:
         _ = Settings.of({"model_type": "strange"}).heads
     assert refused.value.exit_code == 4
+
+
+def test_a_language_model_that_the_family_does_not_have():
+    config = {"model_type": "llama", "num_hidden_layers": 2, "text_config": {"a": 1}}
+    with pytest.raises(Unsupported, match="is invalid for llama: it has no part that is called text_config"):
+        meta.settings(config)
 
 
 def test_null_is_no_omission():

@@ -210,6 +210,8 @@ def test_configurations_are_recognized():
         assert detect(config) == layout
     assert detect({"load_in_8bit": True}) == Int8Layout(6.0)
     assert detect({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}) == Nf4Layout(False)
+    other = {"quant_method": "gptq", "bits": 4, "group_size": 32, "load_in_8bit": False}
+    assert type(detect(other)).__name__ == "GptqLayout"
 
 
 def test_configurations_are_what_transformers_writes():
