@@ -209,7 +209,7 @@ def wait_for(path: Path, process: forked.Job) -> None:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ("--damp 0.02", ["--damp (0.01 there, 0.02 here)"]),
+        ("--damp 0.02", ["--damp (0.05 there, 0.02 here)"]),
         ("--solver rtn", ["--solver (gptq there, rtn here)", "calibration text (one there, none here)"]),
         ("--exclude o_proj", ["--exclude (none there, o_proj here)"]),
         ("--override o_proj=8", ["--override (none there, o_proj=8 here)"]),

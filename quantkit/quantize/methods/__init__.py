@@ -94,7 +94,7 @@ class MethodOptions:
 
     solver: ClassVar[str] = "rtn"
     act_order: ClassVar[str] = "group"
-    damp: ClassVar[float] = 0.01
+    damp: ClassVar[float] = 0.05
     refine: ClassVar[int] = 2
     target: ClassVar[str] = "own"
     transform: ClassVar[str] = "none"

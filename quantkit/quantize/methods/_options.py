@@ -23,7 +23,7 @@ NAMES = {  # of options that have a few values
     "smoothing": ("none", "smooth"),
 }
 OPTIONS = {  # options that several methods share: name -> (default, help)
-    "damp": (0.01, "gptq, yaqa: share of the mean of the Hessian's diagonal that is added to the diagonal."),
+    "damp": (0.05, "gptq, yaqa: share of the mean of the Hessian's diagonal that is added to the diagonal."),
     "refine": (2, "gptq, yaqa: rounds of coordinate descent on codes and scales after the error feedback."),
     "solver": (
         "gptq",

@@ -39,10 +39,10 @@ from quantkit.quantize.solvers.vectors import Vectors
 
 @dataclass(frozen=True)
 class GptqSolver(Solver):
-    """damp: share of the mean Hessian diagonal that is added to the diagonal. act_order: `none`, `group` or
-    `full` (`order.py`). refine: cycles of coordinate descent after the sweep; 0 is the paper's algorithm.
-    target: the output to reproduce: the linear's `own` for its present inputs, or the `original` model's;
-    then the caller gives weights from `calibrate/statistics.py::retarget`.
+    """damp: share of the mean Hessian diagonal that is added to the diagonal; by default the paper's.
+    act_order: `none`, `group` or `full` (`order.py`). refine: cycles of coordinate descent after the sweep; 0
+    is the paper's algorithm. target: the output to reproduce: the linear's `own` for its present inputs, or
+    the `original` model's; then the caller gives weights from `calibrate/statistics.py::retarget`.
     """
 
     damp: float = 0.01
