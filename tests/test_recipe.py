@@ -103,7 +103,7 @@ def test_precedence_of_every_mix_of_layers():
     values = {  # key -> (default, recipe, --set, flag)
         "quant.bits": (4, 8, 3, 2),
         "quant.sym": (True, False, True, False),
-        "quant.damp": (0.01, 0.02, 0.03, 0.04),
+        "quant.damp": (0.05, 0.02, 0.03, 0.04),
         "calibration.seqlen": (None, 16, 32, 64),
         "calibration.samples": (128, 1, 2, 3),
         "run.exclude": ((), ("r",), ("s", "t"), ("f",)),

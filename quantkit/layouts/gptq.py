@@ -45,7 +45,7 @@ class GptqLayout(Layout):
     group_size: int
     symmetric: bool = True
     desc_act: bool = False
-    damp_percent: float = 0.01
+    damp_percent: float = 0.05
     version: int = 1
     rules: tuple[Rule, ...] | None = field(default=None, compare=False)
     marker = code_part = "qweight"

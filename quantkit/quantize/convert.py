@@ -190,7 +190,7 @@ def _layout(to: str, specs: Sequence[LinearSpec], has_zero: bool) -> Layout:
     (bits, size), symmetric = sizes.most_common(1)[0][0], specs[0].grid.symmetric
     if to == "gptq":
         version = 3 if bits in SPLIT else 2 if has_zero else 1
-        return GptqLayout(bits, size, symmetric, desc_act=False, damp_percent=0.01, version=version)
+        return GptqLayout(bits, size, symmetric, desc_act=False, version=version)
     if to == "awq":
         return AwqLayout(size, not symmetric)
     if to == "mlx":
