@@ -150,7 +150,7 @@ class _Visit:
     def _refitted(self, k: int, run: slice, before: Tensor) -> list:
         """Return parameters with the best scale and min of sub-block k, whose values are `before`."""
         block, residual, values = self.block[:, run, run], self.residual[:, run], before
-        if self.grid.has_min:  # the min will follow the scale: values apart from their common shift
+        if self.grid.has_min:  # fitted last: remove the part of the values that a min can make
             shared = self.curvature[..., run] * block.sum(2)[:, None]
             power_of_shift = shared.sum(2)
             values = values + self.low[:, k, None]
