@@ -18,6 +18,7 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf import imatrix
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions
+from quantkit.quantize import calibrate
 from quantkit.quantize.calibrate import importance
 from quantkit.quantize.prepare import plan
 from quantkit.quantize.progress import Progress
@@ -107,6 +108,21 @@ def test_a_gguf_file_of_the_model_has_the_same(tiny_model, tmp_path, family):
     silent = Progress(), Timings(), None
     here, there = (importance.gather(skeleton, [ids(2, 24)], *silent) for skeleton in skeletons)
     assert_sums(*({name: sums for name, (sums, _) in found.items()} for found in (here, there)))
+
+
+def test_the_heads_inputs_are_measured_on_every_nth_batch(tiny_model, monkeypatch):
+    monkeypatch.setattr(calibrate, "HEAD_ENOUGH", 1)
+    folder, batches = tiny_model("llama"), [ids(2, 40), ids(3, 40), ids(1, 40)]
+    skeleton = Skeleton(open_checkpoint(str(folder)), torch.float32, CPU)
+    skeleton.load_rest()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    columns = model.config.hidden_size
+    assert 240 // columns == 3  # so one of the three batches is enough
+    found = importance.of_head(skeleton, batches)
+    with torch.no_grad():
+        rows = model.model(batches[0]).last_hidden_state.double().flatten(0, 1)
+    assert found.tokens == 80
+    assert_sums(found.hessian, (2 * rows.T @ rows / 80).float(), 1e-5)
 
 
 # ---- the command

@@ -12,7 +12,7 @@ from functools import cached_property
 from quantkit.capacity.source import Source
 from quantkit.capacity.speed import Speed
 from quantkit.models.machine.expert_share import EXPERTS, ROUTED
-from quantkit.quantize.calibrate import original_every
+from quantkit.quantize.calibrate import head_every, original_every
 from quantkit.quantize.methods import Work
 from quantkit.quantize.prepare.memory import BATCH_TOKENS, LOSS_TOKENS
 
@@ -87,8 +87,8 @@ class Model:
             widest = max((site.columns for site in sites), default=1)
             counterparts = 1 / original_every(tokens, widest)
             passes, moments = passes + counterparts, moments + COUNTERPART * counterparts
-        if work.outside:  # the head sees all tokens
-            sites, passes = [*sites, self.head], passes + 1
+        if work.outside:
+            sites, passes = [*sites, self.head], passes + 1 / head_every(tokens, self.head.columns)
         rounded = self.solve(work, sites)
         compared = LOSS_TOKENS[calibrated] * (3 if calibrated else 2)
         if work.feeds_back:  # also compared with round to nearest

@@ -16,7 +16,7 @@ from quantkit.models.machine import distributed
 from quantkit.models.machine.memory import map_large_blocks
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.linears import linears
-from quantkit.quantize.calibrate import capture, walk
+from quantkit.quantize.calibrate import capture, head_every, walk
 from quantkit.quantize.calibrate.forwards import repeated
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, find_sites
 from quantkit.quantize.calibrate.states import Place, States, embedded
@@ -75,13 +75,15 @@ def _block(skeleton: Skeleton, index: int, block: nn.Module, states: States, tim
 
 
 def of_head(skeleton: Skeleton, batches: Sequence[Tensor], place: Place | None = None) -> SiteStatistics:
-    """Return second moments of the output matrix's inputs, from one pass through the unquantized blocks.
-    place: where hidden states are kept; None: chosen by free memory.
+    """Return second moments of the output matrix's inputs, from a pass of every n-th batch (`head_every`)
+    through the unquantized blocks. place: where hidden states are kept; None: chosen by free memory.
 
     Everything but the blocks must be loaded. Raises QuantkitError if activations are not finite.
     """
-    states = walk.through(skeleton, batches, decoded=True, place=place)
     head = skeleton.model.get_output_embeddings()
+    tokens = distributed.count() * sum(batch.numel() for batch in batches)
+    batches = batches[:: head_every(tokens, head.in_features)]
+    states = walk.through(skeleton, batches, decoded=True, place=place)
     sums = capture.SiteSums(head.in_features, skeleton.device)
     for hidden in states:
         for inputs in repeated(head, lambda k, hidden=hidden: skeleton.logits(hidden[k]), len(hidden)):
