@@ -275,7 +275,8 @@ class GgufOutput(Output):
             rows = [encode_rows(name, *pair) for pair in zip(matrices, weights, strict=True)]
             _warn_of_lost(target, name, matrices, rows, progress)
             scales = [separate_scale(name, matrix) for matrix in matrices]
-            encoded.append((torch.cat(rows), [scale for scale in scales if scale is not None]))
+            whole = torch.cat(rows) if len(rows) > 1 else rows[0]
+            encoded.append((whole, [scale for scale in scales if scale is not None]))
         return encoded
 
     def _metadata(self, manifest: dict) -> dict[str, Any]:

@@ -47,14 +47,18 @@ def solved_rows(
         fine = {"refine": 0} if grid.bits >= FINE else {}
         solver = replace(solver, **fine, **({"damp": TIED} if tied else {}))
     largest = max(spec.weights for spec in material.specs if not spec.embedding)
-    rows, parts, fallback = max(1, largest // weight.shape[1]), [], None
-    for chunk in weight.split(rows):
-        chunk = chunk.to(material.skeleton.device, torch.float32)
+    step, fallback, tensors = max(1, largest // weight.shape[1]), None, {}
+    for start in range(0, len(weight), step):
+        rows = slice(start, min(start + step, len(weight)))
+        chunk = weight[rows].to(material.skeleton.device, torch.float32)
         (solved,) = solve(solver, [chunk], [grid], statistics)
         fallback = fallback or solved.fallback
-        encoded = layout.encode(solved.weight).items()
-        parts.append({name: tensor.cpu() for name, tensor in encoded if tensor.ndim})
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, fallback
+        for name, part in layout.encode(solved.weight).items():
+            if part.ndim and not start:
+                tensors[name] = torch.empty(len(weight), *part.shape[1:], dtype=part.dtype)
+            if part.ndim:
+                tensors[name][rows] = part
+    return tensors, fallback
 
 
 def replace_parameter(skeleton: Skeleton, name: str, own: Collection[str], rows: Rows) -> None:

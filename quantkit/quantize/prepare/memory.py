@@ -88,7 +88,6 @@ class Stages:
             "block": self.block,
             "hidden states": self.hidden_states,
             "waiting batches": shapes.tokens * shapes.suspended * self.suspends,
-            "head": shapes.largest // 2 * self.outside,  # encoded, while its inputs are measured
             "graphs": self.graphs,
             "sites": self.sites,
         }
@@ -103,11 +102,8 @@ class Stages:
 
     @property
     def block(self) -> int:
-        """skeleton/loading.py: the loaded block. A transform that sees all tokens works on float32 weights.
-        Embedding and head are encoded before a block is loaded."""
-        shapes = self.shapes
-        nbytes = shapes.block * (FLOAT32 if self.sees_all else shapes.element)
-        return max(nbytes, shapes.largest) if self.outside else nbytes
+        """skeleton/loading.py: the loaded block, in float32 if a transform sees all tokens."""
+        return self.shapes.block * (FLOAT32 if self.sees_all else self.shapes.element)
 
     @property
     def hidden_states(self) -> int:
@@ -241,17 +237,20 @@ class Stages:
 
 def peak_memory(stages: Stages) -> Peak:
     """Return the peak bytes of a job: everything outside the blocks, plus the largest of the stages' sum, the
-    largest tensor, and measuring the loss. An embedding that is encoded is there three times: stored, encoded
-    and decoded. An accelerator's embedding and head are on the host (models/skeleton/rows.py)."""
+    largest tensor, and measuring the loss. An embedding that is encoded is there twice, stored and encoded,
+    before the first block. An accelerator's embedding and head are on the host (models/skeleton/rows.py)."""
     shapes, accelerated = stages.shapes, stages.accelerated
-    largest = 0 if shapes.by_rows and not stages.outside else shapes.largest
-    later = max(largest, loss_memory(shapes, accelerated)) + 2 * shapes.largest * stages.outside
+    largest = 0 if shapes.by_rows else shapes.largest
+    if stages.outside:
+        largest = 2 * shapes.largest + stages.rounding
+    later = max(largest, loss_memory(shapes, accelerated))
     rest = (shapes.rest - shapes.by_rows) * shapes.element
     holes = HEAP if stages.needs and not accelerated else 1
     computing = rest + max(int(holes * sum(stages.computing().values())), later)
     if not accelerated:
         return Peak(0, LOADED_LATER_BYTES + computing)
-    reading = max(shapes.largest, shapes.block * shapes.element) + 3 * shapes.largest_linear
+    reading = max((1 + stages.outside) * shapes.largest, shapes.block * shapes.element)
+    reading += 3 * shapes.largest_linear
     host = shapes.by_rows * shapes.element + max(reading + stages.waiting(), shapes.predicted)
     return Peak(int(MARGIN * computing), LOADED_LATER_BYTES + host)
 
