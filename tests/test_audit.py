@@ -272,6 +272,7 @@ def test_changed_metadata_of_a_gguf_file_are_found(place, audit, tmp_path):
     start = data.index(key) + len(key) + 4  # after the type
     output.write_bytes(data[:start] + struct.pack("<f", 0.5) + data[start + 4 :])
     gguf_writer.with_text(output, tmp_path / "forged.gguf", "general.sampling.sequence", "k")
+    gguf_writer.seal(tmp_path / "forged.gguf")
     code, problems, _ = audit(tmp_path / "forged.gguf", place / "model", 1)
     changed = "general.sampling.sequence", key.decode()
     named = [f"the metadata {name} is not as the job writes it" for name in changed]

@@ -266,17 +266,18 @@ def test_missing_tensors_are_damage_also_with_a_base(written, quantkit):
     assert "note: errors were not measured" in done.out
 
 
-def test_a_gguf_file_carries_the_sum_of_its_tensors(tiny_model, make, quantkit, tmp_path):
+def test_a_gguf_file_carries_its_sum(tiny_model, make, quantkit, tmp_path):
     model, output = tiny_model("llama", tokenizer="bos"), tmp_path / "out.gguf"
     make("gguf", model, "-t", "Q8_0", "--solver", "rtn", "-o", output)
     assert make("verify", output)["files"] == [{"name": "out.gguf", "state": "same"}]
-    with open(output, "r+b") as file:
-        file.seek(-5, 2)
-        last = file.read(1)
-        file.seek(-5, 2)
-        file.write(bytes([last[0] ^ 1]))
-    done = quantkit("verify", output)
-    assert done.code == VERIFICATION and "error: out.gguf was changed\n" in done.err
+    written = output.read_bytes()
+    assert b'"kld": ' in written  # the loss came after the sum
+    for place in (-5, written.index(b"layer_norm_rms_epsilon") + 28):  # of a tensor, and of a number
+        changed = bytearray(written)
+        changed[place] ^= 1
+        output.write_bytes(changed)
+        done = quantkit("verify", output)
+        assert done.code == VERIFICATION and "error: out.gguf was changed\n" in done.err
 
 
 def test_what_others_wrote_is_read_all_the_same(tiny_model, make, quantkit):

@@ -96,17 +96,17 @@ def _files(
         listen("hashing, in MB", *(math.ceil(nbytes / 1e6) for nbytes in (min(read, whole), whole)))
 
     if contents.container == "gguf":
-        from quantkit.models.files import gguf_file  # `gguf` takes a while to import
+        from quantkit.models.files import gguf_file, gguf_writer  # `gguf` takes a while to import
 
         key = checksums.IN_SHARD if len(contents.files) > 1 else checksums.IN_FILE
         for path in gguf_shards.of(root):
             header = gguf_file.read_whole_header(path)
             recorded = header.metadata.get(key)
             if isinstance(recorded, str):
-                changed = checksums.of_file(path, header.tensors, advance) != recorded
+                changed = gguf_writer.sum_of(path, header, advance) != recorded
                 yield {"name": path.name, "state": "was changed" if changed else "same"}
             else:
-                result["notes"].append(f"{path.name} holds no sum of its tensors: quantkit 0.3 writes one")
+                result["notes"].append(f"{path.name} holds no sum: quantkit 0.3 writes one")
         return
     recorded = manifest.get("files")
     if recorded is None:

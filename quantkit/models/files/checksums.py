@@ -1,4 +1,4 @@
-"""sha256 sums of written tensors, stored in the manifest of a folder or in the metadata of a GGUF file.
+"""sha256 sums of written files, stored in the manifest of a folder or in the metadata of a GGUF file.
 
 Sums detect damage, not forgery: whoever forges a file can change its sum.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from quantkit.models.files import untrusted
 
-IN_FILE = "quantkit.tensors_sha256"  # sum of all bytes after the header of a GGUF file
+IN_FILE = "quantkit.sha256"  # sum of a GGUF file without this entry and the loss, which come later
 IN_SHARD = "quantkit.shard_sha256"  # the same for a shard; a merged file would inherit IN_FILE from the first
 BLANK = "0" * 64  # reserved for the sum
 PIECE = 1 << 22
@@ -27,10 +27,10 @@ def of_folder(
         return {path.relative_to(folder).as_posix(): sha256 for path, sha256 in sums}
 
 
-def of_file(path: Path, start: int = 0, listen: Callable[[int], None] = lambda nbytes: None) -> str:
-    """Return the sha256 of a file from byte `start` on; listen as in `add`."""
-    digest = hashlib.sha256()
-    add(digest, path, start, listen)
+def of_file(path: Path, head: bytes | bytearray = b"", listen: Callable[[int], None] = lambda nbytes: None) -> str:
+    """Return the sha256 of a file, with `head` in place of as many of its first bytes; listen as in `add`."""
+    digest = hashlib.sha256(head)
+    add(digest, path, len(head), listen)
     return digest.hexdigest()
 
 

@@ -21,6 +21,7 @@ from gguf import GGUFValueType as Kind
 
 from quantkit.models.files import checksums, gguf_file, gguf_shards
 from quantkit.models.files.gguf_file import MAGIC, NUMBERS, SHARD, SHARDED_TENSORS, SHARDS, tensor_bytes
+from quantkit.models.files.headers import LOSS
 
 MAX_NAME_BYTES = 63  # limit of a tensor's name; ggml's buffer has 64 bytes with the terminator
 CODES = {dtype: code for code, dtype in NUMBERS.items()}
@@ -147,10 +148,20 @@ def fill(path: Path, key: str, text: str) -> None:
 
 
 def seal(path: Path) -> None:
-    """Write the sha256 of a GGUF file's tensors into its metadata, where space is reserved for the sum."""
+    """Write the sha256 of a GGUF file into its metadata, where space is reserved for the sum."""
     header = gguf_file.read_whole_header(path)
     for key in header.places.keys() & {checksums.IN_FILE, checksums.IN_SHARD}:
-        fill(path, key, checksums.of_file(path, header.tensors))
+        fill(path, key, sum_of(path, header))
+
+
+def sum_of(path: Path, header: gguf_file.Header, listen: Callable[[int], None] = lambda nbytes: None) -> str:
+    """Return the sha256 of a GGUF file, with zeros for the sum and the loss; listen as in `checksums.add`."""
+    with open(path, "rb") as file:
+        head = bytearray(file.read(header.tensors))
+    for key in header.places.keys() & {checksums.IN_FILE, checksums.IN_SHARD, LOSS}:
+        start, stop = header.places[key]
+        head[start:stop] = bytes(stop - start)
+    return checksums.of_file(path, head, listen)
 
 
 def _header(metadata: Mapping[str, Any], entries: Sequence[Entry]) -> bytes:
