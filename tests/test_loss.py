@@ -115,14 +115,25 @@ def test_a_text_that_is_used_up_is_replaced_by_the_shipped_one(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "tokenizer, rows, expected", [(True, 512, (256, None)), (False, 512, None), (True, 64, None)]
+    "rows, file, words",
+    [
+        (512, None, None),
+        (512, "", "has no tokenizer"),
+        (512, "{", "has no tokenizer that loads: "),
+        (64, None, "the tokenizer has more tokens than the model"),
+    ],
 )
 def test_data_free_jobs_measure_it_with_a_tokenizer_of_the_model(
-    tiny_model, tmp_path, tokenizer, rows, expected
+    tiny_model, quantkit, tmp_path, rows, file, words
 ):
-    model = tiny_model("llama", tokenizer=tokenizer, vocab_size=rows, **SHORT)
-    found = jobs.quantize("nf4", model, tmp_path / "out", loss_tokens=None).loss
-    assert (found and (found.tokens, found.rtn_kld)) == expected
+    model = tiny_model("llama", tokenizer=file != "", vocab_size=rows, **SHORT)
+    if file:
+        (model / "tokenizer.json").write_text(file)
+    done = quantkit("nf4", model, "-o", tmp_path / "out", "-q")
+    lines = [line for line in done.err.splitlines() if line.startswith("warning: the loss is not measured: ")]
+    assert done.code == 0 and len(lines) == bool(words) and (not words or words in lines[0])
+    loss = next(line for line in done.out.splitlines() if line.startswith("loss "))
+    assert "not measured" in loss if words else "256 held-back tokens" in loss
 
 
 def test_a_gguf_file_holds_it_in_its_metadata(model, tmp_path):

@@ -1,7 +1,9 @@
 """quantkit report: the page in a parser, and the command around it."""
 
+import errno
 import html.parser
 import json
+import os
 import re
 import xml.etree.ElementTree as ElementTree
 
@@ -10,8 +12,8 @@ import pytest
 import records
 from records import NASTY
 
-from quantkit.errors import NOT_FOUND, USAGE
-from quantkit.evaluation.comparison import drawing, figures, table
+from quantkit.errors import NOT_FOUND, RESOURCES, USAGE
+from quantkit.evaluation.comparison import drawing, figures, report, table
 
 
 @pytest.fixture
@@ -107,6 +109,17 @@ def test_an_existing_page_or_plot_stays_unless_overwritten(quantkit, result, tmp
     done = quantkit("report", result, "--png", "--overwrite")
     assert done == (0, "wrote report.html\nwrote report.png\n", "")
     assert (tmp_path / precious).read_bytes() != b"mine"
+
+
+def test_a_full_disk_leaves_no_part_of_a_page(quantkit, result, tmp_path, monkeypatch):
+    def write_text(path, text, encoding):
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(report.Path, "write_text", write_text)
+    done = quantkit("report", result)
+    assert done.code == RESOURCES and "report.html cannot be written: No space left on device" in done.err
+    assert "hint: free some space" in done.err and not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ def change(path, **values):
         ({"num_labels": 10**9}, "config.json says num_labels 1,000,000,000, and 30 tensors are stored"),
         ({"num_hidden_layers": 10_000}, "num_hidden_layers 10,000, and 30 tensors are stored"),
         ({"num_hidden_layers": -1}, "num_hidden_layers -1"),
+        ({"num_hidden_layers": 0}, "no list of 0 decoder blocks found"),
         ({"text_config": {"n_layer": 513}}, "n_layer 513"),
         ({"vocab_size": 2**50}, "vocab_size 1,125,899,906,842,624"),
         ({"hidden_size": -64}, "negative dimension -64"),

@@ -21,6 +21,7 @@ from quantkit.auto.engines import ENGINES, Space
 from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.auto.units import Preset, Unit, nbytes, usual
 from quantkit.capacity import source
+from quantkit.capacity.job import python_bytes
 from quantkit.capacity.question import Question
 from quantkit.errors import UNSUPPORTED, USAGE, require
 from quantkit.evaluation import windows as windows_of
@@ -185,15 +186,17 @@ class Auto:
         return self.tokens.numel() * skeleton.checkpoint.text_config.hidden_size * skeleton.dtype.itemsize
 
     def needs(self) -> dict[str, int]:
-        """Return predicted peaks in bytes: `memory_bytes` on the device, `host_bytes` in host memory,
-        `disk_bytes` for temporary files."""
+        """Return predicted peaks in bytes: `memory_bytes` on the device, `host_bytes` in host memory and
+        `python_bytes` on top of these, `disk_bytes` for temporary files."""
         plan, streams = self.job.plan, self.streams * self._stream_bytes
         waiting = KEPT_IN.itemsize * sum(unit.weights for unit in self.units if unit.block is not None)
         budget = self.expected_bytes()
         results = 3 if self.request.options.engine == "any" else 2
         made = results * (budget + self.fixed_bytes) + budget
+        checkpoint = self.job.checkpoint
         return {
             "memory_bytes": plan.memory_bytes + streams,
+            "python_bytes": python_bytes(checkpoint.text_config.vocab_size, checkpoint.folder.is_file()),
             "host_bytes": plan.host_bytes + (streams if plan.execution.device == "cpu" else 0),
             "disk_bytes": max(waiting, made),
         }

@@ -19,7 +19,7 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.options import size_bytes
 from quantkit.quantize import job, loop
 from quantkit.quantize.prepare import finished
-from quantkit.quantize.progress import Progress
+from quantkit.quantize.progress import SILENT, Progress
 from quantkit.tables import megabytes
 
 SEARCHED, UNIFORM, GGUF = "searched", "uniform", "gguf"  # folders of results
@@ -138,7 +138,7 @@ class Search:
             self._auto.request, options=options, output=self._auto.staging.folder / "preset.gguf"
         )
         try:
-            auto = prepare(request, self._progress, dry_run=True)
+            auto = prepare(request, SILENT, dry_run=True)
             budget = auto.budget_bytes()
             fit = [preset for preset in auto.presets if nbytes(auto.units, preset.choice) <= budget]
             largest = max(fit, key=lambda preset: nbytes(auto.units, preset.choice), default=None)
@@ -171,7 +171,7 @@ class Search:
         request = auto.job_of(written, path)
         if not (auto.request.resume and finished.unlike(request) == []):
             progress.phase(f"making {preset.name}")
-            loop.run([job.prepare(request, progress)], progress)
+            loop.run([job.prepare(request, SILENT)], progress)  # `prepare` has warned of the model
         source = auto.job.checkpoint
         models = [source, open_checkpoint(str(path), trust_remote_code=source.trust_remote_code)]
         *_, measured = self._evaluated(models, (self._auto.cache,) if self._auto.cache else ())

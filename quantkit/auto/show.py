@@ -60,6 +60,8 @@ def _print_plan(console: Console, record: dict[str, Any]) -> None:
     budget = next(f"{name} {value}" for name, value in record["budget"].items() if value is not None)
     needs = record["needs"]
     chosen = f"{count(record['units'], 'unit')}, {record['candidates']:,} candidates in all"
+    name, host = record["device"], needs["host_bytes"] + needs["python_bytes"]
+    device = "" if name == "cpu" else f", and {megabytes(needs['memory_bytes'])} on {name}"
     print_refused(console, record["refused"])
     print_facts(
         console,
@@ -73,9 +75,9 @@ def _print_plan(console: Console, record: dict[str, Any]) -> None:
             f"{record['statistics_tokens']:,} other tokens calibrate",
             "time": _time(record["expected_seconds"]),
             "measured on": f"{record['measured_on']['tokens']} tokens, {record['measured_on']['text']}",
-            "memory": " and ".join(
-                f"about {megabytes(needs[key])} on {place}"
-                for place, key in {"cpu": "host_bytes", record["device"]: "memory_bytes"}.items()
+            "memory": (
+                f"about {megabytes(host)} on the CPU, "
+                f"{megabytes(needs['python_bytes'])} of it Python and tokenizer{device}"
             ),
             "disk": f"{megabytes(needs['disk_bytes'])} while it runs",
         },

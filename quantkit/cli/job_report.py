@@ -168,7 +168,7 @@ def _scaled(linears: Mapping[str, dict]) -> str:
 def _loss(loss: Loss | None) -> str:
     """Return a phrase such as `KL divergence 0.105 ± 0.007 (round to nearest: 0.718), same top token 82%`."""
     if loss is None:
-        return "not measured (this takes a tokenizer, and --loss-tokens above 0)"
+        return "not measured"
     nearest = "" if loss.rtn_kld is None else f" (round to nearest: {loss.rtn_kld:#.3g})"
     return (
         f"KL divergence {loss.kld:#.3g} ± {loss.stderr:.1g}{nearest}, same top token {loss.top1:.0%}; "

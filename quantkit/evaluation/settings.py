@@ -103,6 +103,8 @@ class EvalSettings:
         gates.parse(*self.limits)
         fits = self.engine or (self.python is None and not self.engine_option)
         require(fits, "--python and --engine-option need --engine", "add --engine NAME", USAGE)
+        fits = self.tasks or self.task_limit is None
+        require(fits, "--task-limit needs --tasks", "add --tasks NAMES", USAGE)
         for typed in self.trials:
             trial_method(typed)
         if self.max_memory is not None:

@@ -258,7 +258,7 @@ def _held_back(
 ) -> HeldBack | None:
     """Return the tokens on which the loss is measured: of the calibration text if it has some left, else of
     the shipped text. Warns if they are much fewer than `asked`."""
-    held_back = held_back or calibration.shipped_held_out(checkpoint, loss_size)
+    held_back = held_back or calibration.shipped_held_out(checkpoint, loss_size, progress.warn)
     measured = held_back.tokens.numel() if held_back else 0
     if asked and measured <= asked - calibration.HELD_BACK:
         progress.warn(f"--loss-tokens {asked}: the loss is measured on {count(measured, 'token')} only")

@@ -1,7 +1,7 @@
 """Turns calibration text into token sequences `[samples, seqlen]`, and records their provenance."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 
@@ -118,18 +118,22 @@ def load(
     return CalibrationSet(tokens, provenance, "; ".join(warnings) or None, kept)
 
 
-def shipped_held_out(checkpoint: Checkpoint, count: int) -> HeldBack | None:
-    """Return about `count` tokens of the shipped held-out text; None if the checkpoint's tokenizer does not
-    load, or is another model's."""
+def shipped_held_out(checkpoint: Checkpoint, count: int, warn: Callable[[str], None]) -> HeldBack | None:
+    """Return about `count` tokens of the shipped held-out text; None, with a warning, if the checkpoint's
+    tokenizer does not load or is another model's."""
     try:
         tokenizer = checkpoint.tokenizer
-    except QuantkitError:  # the job does not need it
+    except QuantkitError as error:  # the job does not need it
+        warn(f"the loss is not measured: {error.message}")
         return None
     name, text = held_out(None, ChatTemplate(tokenizer).render)
     bos = tokenizer.bos_token_id if begins_with_bos(tokenizer) else None
     ids = tokenizing.encode(tokenizer, text, count)
     tokens = _held_back(checkpoint, ids, count, checkpoint.context or count, bos)
-    return HeldBack(tokens, name.removesuffix(" text")) if len(tokens) else None
+    if not len(tokens):
+        warn("the loss is not measured: the tokenizer has more tokens than the model")
+        return None
+    return HeldBack(tokens, name.removesuffix(" text"))
 
 
 def _held_back(

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from quantkit.errors import USAGE, QuantkitError, printable
+from quantkit.errors import DISK, RESOURCES, USAGE, QuantkitError, printable
 from quantkit.evaluation.comparison.figures import Figure
 from quantkit.models.files import untrusted
 from quantkit.tables import GAP, make_console, make_table, print_facts, print_line, print_written
@@ -140,7 +140,7 @@ class Outputs:
                 file.write(summary())
             written.append(self.summary)
         if self.html:
-            with writing(self.html):
+            with writing(self.html, whole=True):
                 self.html.write_text(report.page(), encoding="utf-8")
             written.append(self.html)
         for position, figure in enumerate(report.figures if self.plot else ()):
@@ -149,7 +149,7 @@ class Outputs:
             path = self.plot
             if position:
                 path = path.with_name(f"{path.stem}-{figure.key}{path.suffix}")
-            with writing(path):
+            with writing(path, whole=True):
                 if path.suffix == ".png":
                     drawing.png(figure, path)
                 else:
@@ -159,13 +159,17 @@ class Outputs:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn OSErrors in the context into a QuantkitError about writing `path`."""
+def writing(path: Path, whole: bool = False) -> Iterator[None]:
+    """Turn OSErrors in the context into a QuantkitError about writing `path`. whole: remove what is left."""
     try:
         yield
     except OSError as error:
-        raise _unwritable(path, f"cannot be written: {error.strerror}") from error
+        if whole and path.is_file():
+            path.unlink()
+        raise _unwritable(path, f"cannot be written: {error.strerror}", error.errno) from error
 
 
-def _unwritable(path: Path, why: str) -> QuantkitError:
+def _unwritable(path: Path, why: str, number: int | None = None) -> QuantkitError:
+    if number in DISK:
+        return QuantkitError(f"{path} {why}", DISK[number][1], RESOURCES)
     return QuantkitError(f"{path} {why}", "choose another place, in a folder that exists", USAGE)

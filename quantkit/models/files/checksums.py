@@ -27,7 +27,9 @@ def of_folder(
         return {path.relative_to(folder).as_posix(): sha256 for path, sha256 in sums}
 
 
-def of_file(path: Path, head: bytes | bytearray = b"", listen: Callable[[int], None] = lambda nbytes: None) -> str:
+def of_file(
+    path: Path, head: bytes | bytearray = b"", listen: Callable[[int], None] = lambda nbytes: None
+) -> str:
     """Return the sha256 of a file, with `head` in place of as many of its first bytes; listen as in `add`."""
     digest = hashlib.sha256(head)
     add(digest, path, len(head), listen)

@@ -153,7 +153,7 @@ def find_blocks(model: nn.Module, checkpoint: Checkpoint) -> tuple[str, nn.Modul
     language = language_model(model, checkpoint)
     inside = model.get_submodule(language).named_modules(prefix=language)
     lists = [(name, module) for name, module in inside if isinstance(module, nn.ModuleList)]
-    stacks = [(name, module) for name, module in lists if len(module) == depth]
+    stacks = [(name, module) for name, module in lists if module and len(module) == depth]
     if not stacks:  # num_hidden_layers is the encoder's depth in pairs, and counts parts of blocks in LongCat
         settings = checkpoint.config.to_dict()
         depths = [settings[key] for key in settings if key.endswith(("decoder_layers", "num_layers"))]
