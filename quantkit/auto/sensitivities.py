@@ -119,7 +119,6 @@ def measure(auto: Auto, progress: Progress, saved: Sensitivities | None = None) 
         progress.counting(MEASURING, next(done), total)
 
     progress.phase(MEASURING)
-    report()
     compared = partial(progress.counting, "comparing predictions")
     inputs = skeleton, missing, tokens, statistics, solving, auto.streams, report, compared
     try:

@@ -55,9 +55,9 @@ def measure(
     those of the units measured so far from the usual model, by the name of the replaced unit.
 
     tokens: ids `[batch, tokens]` to measure on. calibration: ids for the solver. limit: maximum number of
-    streams. report: called when a stream has run through a block (`steps`). compared: called with the number
-    of tokens whose predictions were compared, and their total. Tensors outside the blocks must be loaded.
-    Results do not depend on which units are measured.
+    streams. report: called before the first block, and when a stream has run through a block (`steps`).
+    compared: called with the number of tokens whose predictions were compared, and their total. Tensors
+    outside the blocks must be loaded. Results do not depend on which units are measured.
     """
     changes: dict[str, Divergence] = {}
     pending = deque(sorted(units, key=lambda unit: -1 if unit.block is None else unit.block))
@@ -68,6 +68,7 @@ def measure(
         streams.append(_Stream(unit.name, [skeleton.embed(ids, embedding) for ids in tokens], head))
     original = [skeleton.embed(ids) for ids in tokens]
     usual, entering = original, [skeleton.embed(ids) for ids in calibration]
+    report()  # the time left counts from here: embedding and head took longer than a step
     start, of_usual, final = 0, None, []  # of_usual: of the usual model, whose final states are `final`
     while pending or streams:
         next_walk = None
