@@ -7,8 +7,9 @@ and output matrix, has its own ggml type. Candidates are only formats for which 
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from quantkit.models.gguf.mixtures import EMBEDDING, OUTPUT, SCALES, SCALING, nb
 from quantkit.quantize.calibrate.importance import of_head
 from quantkit.quantize.job import Job
 from quantkit.quantize.methods import gguf, gptq
-from quantkit.quantize.outputs.outside import TIED, solved_rows
+from quantkit.quantize.outputs.outside import TIED, pieces, solved_rows
 from quantkit.quantize.solvers import loss, rtn
 
 FP8 = ("bfloat16", "fp8")  # vLLM's caches
@@ -210,28 +211,38 @@ def solved_outside(
     targets = {target.name: target for target in job.method.output.targets}
     target, embeds = targets[unit.name], unit.name == EMBEDDING
     head = unit.name == (OUTPUT if OUTPUT in targets else EMBEDDING)
-    weight = target.read(job.skeleton.checkpoint).float()
-    hessian = torch.eye(weight.shape[1])  # of an embedding
+    weight = target.read(job.skeleton.checkpoint)
+    hessian, parts = torch.eye(weight.shape[1]), list(pieces(weight, job.specs))  # H of an embedding
     if head:
         statistics = of_head(job.skeleton, batches)
         hessian = statistics.hessian.cpu().clone()
         if embeds:
             hessian.diagonal().add_(TIED * hessian.diagonal().mean())
-    scale = max(loss(weight, hessian), 1e-30)
+
+    def lost(values: Callable[[slice, Tensor], Tensor]) -> float:
+        pairs = ((rows, weight[rows].float()) for rows in parts)
+        return sum(loss(values(rows, part) - part, hessian) for rows, part in pairs)
+
+    scale = max(lost(lambda rows, part: part * 0), 1e-30)
     errors: Errors = {"nearest": {}, "solved": {}}
     for candidate in unit.candidates:
-        near = nearest(weight, named(candidate), hessian)
-        errors["nearest"][candidate] = loss(near.sub_(weight), hessian) / scale
+        rounded = partial(nearest, grid=named(candidate), hessian=hessian)
+        errors["nearest"][candidate] = lost(lambda rows, part, rounded=rounded: rounded(part)) / scale
     if head:
         material, solver, grid = job.material, job.method.solver, named(chosen)
         tensors, _ = solved_rows(weight, grid, material.layout, material, solver, statistics, embeds)
-        rows = tensors[material.layout.marker]
+        encoded = tensors[material.layout.marker]
     else:
-        rows = encode_rows(chosen, weight, None)
-    values = decode_rows(chosen, rows, weight.shape[1])
-    errors["solved"][chosen] = loss(values - weight, hessian) / scale
+        encoded = encode_rows(chosen, weight, None)
+    values = torch.empty(weight.shape, dtype=job.skeleton.dtype, device=job.skeleton.device)
+
+    def decoded(rows: slice, part: Tensor) -> Tensor:
+        values[rows] = exact = decode_rows(chosen, encoded[rows], part.shape[1])
+        return exact
+
+    errors["solved"][chosen] = lost(decoded) / scale
     (name,) = target.parameters
-    solved = {name: values.to(job.skeleton.device, job.skeleton.dtype)}
+    solved = {name: values}
     return errors, solved if embeds else {}, solved if head else {}
 
 

@@ -30,9 +30,12 @@ from quantkit.models.files import gguf_shards, headers
 from quantkit.models.machine.device import free_memory
 from quantkit.options import MOST, size_bytes
 from quantkit.quantize import job
+from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS
 from quantkit.quantize.job import Job
 from quantkit.quantize.prepare import finished, linears, recipe
+from quantkit.quantize.prepare.memory import LOGITS
 from quantkit.quantize.prepare.request import Request
+from quantkit.quantize.prepare.shapes import FLOAT32
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import SENSITIVITIES, Staging
@@ -188,16 +191,20 @@ class Auto:
     def needs(self) -> dict[str, int]:
         """Return predicted peaks in bytes: `memory_bytes` on the device, `host_bytes` in host memory and
         `python_bytes` on top of these, `disk_bytes` for temporary files."""
-        plan, streams = self.job.plan, self.streams * self._stream_bytes
+        plan, skeleton = self.job.plan, self.job.skeleton
+        loaded = sum(weight.numel() for weight in {module.weight for module in skeleton.rows_away()})
+        loaded += sum(unit.weights for unit in self.units if unit.block is None)  # their measured candidates
+        vocabulary = skeleton.checkpoint.text_config.vocab_size
+        search = min(self.streams, len(self.units)) * self._stream_bytes + loaded * skeleton.dtype.itemsize
+        search += LOGITS * min(LOGITS_BYTES, FLOAT32 * LOGITS_TOKENS * vocabulary)
         waiting = KEPT_IN.itemsize * sum(unit.weights for unit in self.units if unit.block is not None)
         budget = self.expected_bytes()
         results = 3 if self.request.options.engine == "any" else 2
         made = results * (budget + self.fixed_bytes) + budget
-        checkpoint = self.job.checkpoint
         return {
-            "memory_bytes": plan.memory_bytes + streams,
-            "python_bytes": python_bytes(checkpoint.text_config.vocab_size, checkpoint.folder.is_file()),
-            "host_bytes": plan.host_bytes + (streams if plan.execution.device == "cpu" else 0),
+            "memory_bytes": plan.memory_bytes + search,
+            "python_bytes": python_bytes(vocabulary, skeleton.checkpoint.folder.is_file()),
+            "host_bytes": plan.host_bytes + (search if plan.execution.device == "cpu" else 0),
             "disk_bytes": max(waiting, made),
         }
 

@@ -1,6 +1,6 @@
 """Embedding and head outside the loop: quantized before the first block, so that all blocks run with them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -26,6 +26,13 @@ FINE = 6  # bits: refinement takes half of the time, and the demo model's KL fal
 TIED = 1.0  # KL of a Q6_K embedding alone, demo model: 0.00033, with 0.01 0.00035, by ggml's encoder 0.00066
 
 
+def pieces(weight: Tensor, specs: Iterable[LinearSpec]) -> Iterator[slice]:
+    """Yield all rows of a matrix `[out, in]`, at a time as many weights as a block's largest linear has."""
+    largest = max(spec.weights for spec in specs if not spec.embedding)
+    step = max(1, largest // weight.shape[1])
+    return (slice(start, min(start + step, len(weight))) for start in range(0, len(weight), step))
+
+
 def solved_rows(
     weight: Tensor,
     grid: Grid,
@@ -36,7 +43,7 @@ def solved_rows(
     tied: bool,
 ) -> tuple[dict[str, Tensor], str | None]:
     """Return a matrix `[out, in]` in a layout whose tensors have one row per output, and the reason if error
-    feedback was not used. The matrix is solved in parts as large as a block's largest linear.
+    feedback was not used. The matrix is solved in `pieces`.
 
     tied: errors of the embedding count too, with equal weight for every column. Codes of FINE bits are not
     refined. Without a Hessian, weights are rounded to nearest.
@@ -46,15 +53,13 @@ def solved_rows(
     elif tied or grid.bits >= FINE:
         fine = {"refine": 0} if grid.bits >= FINE else {}
         solver = replace(solver, **fine, **({"damp": TIED} if tied else {}))
-    largest = max(spec.weights for spec in material.specs if not spec.embedding)
-    step, fallback, tensors = max(1, largest // weight.shape[1]), None, {}
-    for start in range(0, len(weight), step):
-        rows = slice(start, min(start + step, len(weight)))
+    fallback, tensors = None, {}
+    for rows in pieces(weight, material.specs):
         chunk = weight[rows].to(material.skeleton.device, torch.float32)
         (solved,) = solve(solver, [chunk], [grid], statistics)
         fallback = fallback or solved.fallback
         for name, part in layout.encode(solved.weight).items():
-            if part.ndim and not start:
+            if part.ndim and not rows.start:
                 tensors[name] = torch.empty(len(weight), *part.shape[1:], dtype=part.dtype)
             if part.ndim:
                 tensors[name][rows] = part
