@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit.errors import USAGE, QuantkitError, count, require
 from quantkit.models.files import tokenizing
-from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.checkpoint import Checkpoint, has_tokenizer
 from quantkit.options import CalibrationOptions
 from quantkit.text.chat import ChatTemplate
 from quantkit.text.hub_datasets import Dataset
@@ -119,12 +119,13 @@ def load(
 
 
 def shipped_held_out(checkpoint: Checkpoint, count: int, warn: Callable[[str], None]) -> HeldBack | None:
-    """Return about `count` tokens of the shipped held-out text; None, with a warning, if the checkpoint's
-    tokenizer does not load or is another model's."""
+    """Return about `count` tokens of the shipped held-out text; None if the checkpoint has no tokenizer and,
+    with a warning, if it does not load or is another model's."""
     try:
         tokenizer = checkpoint.tokenizer
     except QuantkitError as error:  # the job does not need it
-        warn(f"the loss is not measured: {error.message}")
+        if has_tokenizer(checkpoint.folder):
+            warn(f"the loss is not measured: {error.message}")
         return None
     name, text = held_out(None, ChatTemplate(tokenizer).render)
     bos = tokenizer.bos_token_id if begins_with_bos(tokenizer) else None

@@ -221,8 +221,7 @@ def load_tokenizer(
             raise TypeError(f"{type(tokenizer).__name__} is no tokenizer of a single model")
     except Exception as error:  # the library raises many types here
         error = error.__cause__ or error
-        present = any(path for pattern in TOKENIZERS for path in folder.glob(pattern))
-        why = first_line(error) if present else "there are no files of one"
+        why = first_line(error) if has_tokenizer(folder) else "there are no files of one"
         raise QuantkitError(
             f"{source} has no tokenizer that loads: {why}",
             hint="copy tokenizer.json and tokenizer_config.json of the original model into its folder; a "
@@ -231,6 +230,11 @@ def load_tokenizer(
         ) from error
     untrusted.refuse_growth(tokenizer)
     return tokenizer
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has files of a tokenizer, whether or not they load."""
+    return any(path for pattern in TOKENIZERS for path in folder.glob(pattern))
 
 
 class PackedLinear(dict[str, torch.Tensor]):
