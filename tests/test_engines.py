@@ -217,6 +217,8 @@ def test_flags_are_checked(demo_model, refuse, tmp_path):
     none = tmp_path / "none"
     assert refuse(3, *run, "--python", none)[0] == f"--python {none}: no program that can run"
     assert refuse(3, *run, "--python", "")[0] == "--python is empty"
+    error, hint = refuse(2, "eval", demo_model, "--task-limit", 3)
+    assert (error, hint) == ("--task-limit needs --tasks", "add --tasks NAMES")
     for python in (sys.executable, ""):
         error, hint = refuse(2, "verify", demo_model, "--python", python)
         assert (error, hint) == ("--python and --engine-option need --engine", "add --engine NAME")

@@ -237,7 +237,8 @@ def solved_outside(
     values = torch.empty(weight.shape, dtype=job.skeleton.dtype, device=job.skeleton.device)
 
     def decoded(rows: slice, part: Tensor) -> Tensor:
-        values[rows] = exact = decode_rows(chosen, encoded[rows], part.shape[1])
+        exact = decode_rows(chosen, encoded[rows], part.shape[1])
+        values[rows] = exact
         return exact
 
     errors["solved"][chosen] = lost(decoded) / scale

@@ -98,8 +98,8 @@ class EvalSettings:
         return self.max_ppl_increase, self.max_kld, self.min_top1
 
     def check(self) -> None:
-        """Raise QuantkitError for methods and options of --as that do not exist, options without an engine,
-        and an invalid gate or --max-memory."""
+        """Raise QuantkitError for methods and options of --as that do not exist, options without the engine
+        or the tasks that they belong to, and an invalid gate or --max-memory."""
         gates.parse(*self.limits)
         fits = self.engine or (self.python is None and not self.engine_option)
         require(fits, "--python and --engine-option need --engine", "add --engine NAME", USAGE)

@@ -160,7 +160,8 @@ class Outputs:
 
 @contextmanager
 def writing(path: Path, whole: bool = False) -> Iterator[None]:
-    """Turn OSErrors in the context into a QuantkitError about writing `path`. whole: remove what is left."""
+    """Turn OSErrors in the context into a QuantkitError about writing `path`. whole: the context writes the
+    whole file, so a part of it is removed."""
     try:
         yield
     except OSError as error:

@@ -60,7 +60,7 @@ def solved_rows(
         fallback = fallback or solved.fallback
         for name, part in layout.encode(solved.weight).items():
             if part.ndim and not rows.start:
-                tensors[name] = torch.empty(len(weight), *part.shape[1:], dtype=part.dtype)
+                tensors[name] = part.new_empty(len(weight), *part.shape[1:], device="cpu")
             if part.ndim:
                 tensors[name][rows] = part
     return tensors, fallback
