@@ -12,7 +12,8 @@ from rich.table import Table
 
 from quantkit.errors import printable
 
-GAP = 3  # cells between two columns of a table
+GAP, EDGES = 3, 2  # cells between two columns of a table; at its sides
+NAME = 12  # cells of a name before it is broken; then a table is wider than a narrow terminal
 MODEL_BITS = "model bits"  # per weight, over all tensors; "bits/weight" counts quantized matrices only
 
 
@@ -55,9 +56,12 @@ def print_table(console: Console, table: Table, *words: int) -> None:
             column.justify, column.no_wrap, column.overflow = "left", False, "fold"
             cells = " ".join(cells).split()
         widths.append(max(map(cell_len, cells)))
-    lacking = sum(width + GAP for width in widths) - 1 - console.width
-    table.columns[0].width = max(1, widths[0] - max(0, lacking))
-    console.print(table)
+    others = sum(widths[1:]) + (GAP - table.collapse_padding) * len(widths[1:]) + EDGES
+    name = min(widths[0], max(NAME, console.width - others))
+    table.columns[0].width = name
+    if others + name > console.width:
+        table.width = others + name
+    console.print(table, crop=False)
 
 
 def print_facts(console: Console, facts: Mapping[str, str]) -> None:

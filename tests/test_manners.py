@@ -190,6 +190,22 @@ def test_processes_that_a_library_forks_are_ended_by_sigterm():
     assert done.stdout.split() == [str(-signal.SIGTERM)] * 100, done.stderr
 
 
+@pytest.mark.parametrize("width", [80, 36, 20])
+@pytest.mark.parametrize("collapsed", [False, True])
+def test_a_narrow_terminal_cuts_neither_names_nor_numbers(width, collapsed):
+    """Names are broken at 12 characters, then the table is wider than the terminal."""
+    table = make_table("weights", "size", "model bits", "tokens/s")
+    table.collapse_padding = collapsed
+    rows = (["Q4_K_M", "103.67 MB", "6.17", "5,090"], ["a" * 24, "91.72 MB", "5.46", "5,417"])
+    for row in rows:
+        table.add_row(*row)
+    print_table(Console(file=(out := io.StringIO()), width=width), table)
+    printed = [line.split() for line in out.getvalue().splitlines()[3:] if line.strip()]
+    assert printed[0] == "Q4_K_M 103.67 MB 6.17 5,090".split()
+    assert "".join(line[0] for line in printed[1:]) == "a" * 24 and printed[1][1:] == "91.72 MB 5.46 5,417".split()
+    assert len(printed) == (2 if width == 80 else 3)
+
+
 @pytest.mark.nightly
 def test_a_job_in_the_background_hears_what_its_shell_lets_it(tiny_model, quantkit, tmp_path):
     """`nohup quantkit ... &` in a script: neither a closed terminal nor Ctrl-C ends it, but `kill` does."""

@@ -37,7 +37,7 @@ def print_record(record: dict[str, Any]) -> None:
         table.add_row(name, *map(cell, columns.values()))
     if record["searched"] != uniform:  # the uniform one sets the scale of predictions
         table.add_row("predicted KL divergence", f"{record['searched']['predicted_kld']:.5f}")
-    console.print(table)
+    print_table(console, table)
     text = record["measured_on"]
     facts = {"measured on": f"{text['tokens']} tokens, {text['text']}; predicted on others"}
     if uniform:
@@ -97,7 +97,7 @@ def _print_rooms(console: Console, rooms: list[dict[str, Any]]) -> None:
         lost = (f"{room[name]:.5f}" if name in room else "–" for name in ("predicted_kld", "cache_kld"))
         table.add_row(room["cache"], f"{room['ctx']:,}", f"{room['bits']:.2f}", *lost)
     if rooms:
-        console.print(table)
+        print_table(console, table)
 
 
 def _print_choice(console: Console, choice: dict[str, str]) -> None:

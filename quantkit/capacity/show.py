@@ -7,7 +7,7 @@ from rich.table import Table
 
 from quantkit.capacity.formats import STORED
 from quantkit.capacity.job import typed
-from quantkit.tables import MODEL_BITS, make_console, make_table, megabytes, print_facts, print_line, size
+from quantkit.tables import MODEL_BITS, make_console, make_table, megabytes, print_facts, print_line, print_table, size
 
 METHODS = ("fp8", "w8a8", "int8", "nf4", "fp4", "fp4a4", "gptq", "awq")
 SHOWN = ("bf16", *METHODS, "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
@@ -21,10 +21,10 @@ def show(record: Record, quiet: bool = False, one_format: bool = False) -> None:
     console = make_console()
     formats = (record["method"],) if one_format else SHOWN
     print_facts(console, _about(record))
-    console.print(_weights(record, formats))
+    print_table(console, _weights(record, formats))
     print_facts(console, _cache(record))
     if record["job"]:
-        console.print(_jobs(record))
+        print_table(console, _jobs(record))
     for line in () if quiet else _remarks(record, formats):
         print_line(console, line, "dim")
     for note in record["notes"]:

@@ -18,7 +18,7 @@ from quantkit.cli import flags, running, streams
 from quantkit.distillation.options import DistillOptions
 from quantkit.errors import count
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.tables import make_console, make_table, print_facts, print_refused
+from quantkit.tables import make_console, make_table, print_facts, print_refused, print_table
 
 FORWARD = ("dtype", "device", "batch_size", "threads")  # run options that training uses
 HELP = {  # help that differs from that of other jobs
@@ -97,7 +97,7 @@ def show(record: dict[str, Any], teacher: Any) -> None:
     for stage in record["stages"]:
         verdict = "kept" if stage["kept"] else "not kept"
         table.add_row(stage["name"], f"{stage['before']:.5f}", f"{stage['after']:.5f}", verdict)
-    console.print(table)
+    print_table(console, table)
     if record["improved"]:
         share = 1 - record["after"] / record["before"]
         change = f"{record['before']:.5f} → {record['after']:.5f} (-{share:.1%})"

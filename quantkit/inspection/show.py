@@ -124,7 +124,7 @@ def _print_parts(console: Console, record: dict[str, Any]) -> None:
             size(part["code_bytes"]) if coded else "–",
             size(part["scale_bytes"]) if coded else "–",
         )
-    console.print(rows)
+    print_table(console, rows)
 
 
 def _print_tensors(console: Console, tensors: list[dict[str, Any]]) -> None:
