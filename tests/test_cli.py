@@ -501,7 +501,7 @@ def test_a_recipe_makes_what_the_flags_make(make, model, small, mine, tmp_path):
             ["auto takes no recipe\nhint: it writes a recipe: quantkit auto MODEL --bpw 4"],
         ),
         ("recipes init gptqq", 2, ["gptqq", "did you mean gptq?"]),
-        ("recipes init gptq -o nowhere/mine.yaml", 2, ["nowhere/mine.yaml", "another -o"]),
+        ("recipes init gptq -o nowhere/mine.yaml", 2, ["nowhere/mine.yaml", "another place"]),
     ],
 )
 def test_recipe_commands_say_no(quantkit, tmp_path, arguments, code, words):

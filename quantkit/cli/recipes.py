@@ -6,6 +6,7 @@ Examples:
   quantkit recipes init gptq -o mine.yaml     # every option, with its help
 """
 
+import os
 import sys
 from pathlib import Path
 from shlex import quote
@@ -14,7 +15,8 @@ from typing import Any
 import typer
 
 from quantkit.cli import commands, flags, streams
-from quantkit.errors import USAGE, QuantkitError, require
+from quantkit.errors import USAGE, require
+from quantkit.evaluation.comparison.report import writing
 from quantkit.quantize import methods
 from quantkit.quantize.prepare import recipe
 from quantkit.tables import make_console, make_table, print_table, print_written
@@ -55,11 +57,8 @@ def init_command(
     hint = "it writes a recipe: quantkit auto MODEL --bpw 4 --recipe-out FILE"
     require(method != "auto", "auto takes no recipe", hint, USAGE)
     text, path = recipe.template(method), values["output"] or Path(f"{method}.yaml")
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        why = "exists" if isinstance(error, FileExistsError) else f"cannot be written: {error.strerror}"
-        raise QuantkitError(f"{path} {why}", "choose another -o", USAGE) from error
+    require(not os.path.lexists(path), f"{path} exists", "choose another -o", USAGE)
+    with writing(path, whole=True):
+        path.write_text(text, encoding="utf-8")
     print_written([path])
     print(f"\nnext: quantkit run {quote(str(path))} MODEL --dry-run")
