@@ -86,7 +86,7 @@ def _check_finished(auto, folder: Path, asked: list[str], signed: str) -> None:
     assert auto(*typed, "--overwrite")["finished"], "as for other jobs"
     said = auto(*typed, "--recipe-out", "more.yaml", code=2)
     assert "found is finished, but more.yaml was not written\nhint: leave more.yaml out, or search" in said
-    for other in (["--bpw", "5", *asked], [*typed, "--limit", "9"], [*typed, "--exclude", "k_proj"]):
+    for other in (["--bpw", "5", *asked], [*typed, "--search-tokens", "96"], [*typed, "--exclude", "k_proj"]):
         said = auto(*other, "--resume", code=2)
         assert "found is the finished output of another job; different: options, model or texts" in said
     assert _files(folder) == before
@@ -520,6 +520,10 @@ def made(quick, monkeypatch):
         return results.Made(preset, path, "new recipe\n", sizes | {"predicted_kld": predicted, "kld": 1.0})
 
     monkeypatch.setattr(results.Search, "_make", make)
+
+
+def test_the_disk_is_for_the_largest_result_at_most(auto):
+    assert auto("--max-size", "900GB", "--dry-run")["needs"]["disk_bytes"] < 10e6
 
 
 @pytest.mark.parametrize("mode", [["--resume"], ["--overwrite"], ["--overwrite", "--resume"]])

@@ -125,6 +125,11 @@ def test_a_model_in_two_engines_is_two_names():
     ]
 
 
+def test_the_same_model_twice_is_two_names():
+    rows = [measured("m", SMALL, lambda batch, number: 0.1, engine="transformers") for _ in range(2)]
+    assert [model["label"] for model in checked(record(rows, SMALL))["models"]] == ["m", "m #2"]
+
+
 # ---- quality
 
 

@@ -22,7 +22,7 @@ import torch
 import typer
 import yaml
 from nights import by_day, nightly
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from quantkit import cli
 from quantkit.cli import commands, job_report
@@ -1016,3 +1016,74 @@ def test_a_text_to_measure_on_is_looked_for_first(refuse, tmp_path):
 )
 def test_only_what_is_close_is_suggested(refuse, typed, hint):
     assert refuse(2, "gptq", "model", typed)[1] == f"{hint}see quantkit gptq --help"
+
+
+# ---- unusual outputs, models and options
+
+
+def test_a_tilde_in_an_output_is_the_home_folder(make, model, tmp_path, monkeypatch):
+    """A shell leaves the one in `--output=~/x`, and a recipe may hold one."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "mine.yaml").write_text("method: nf4\noutput: ~/second\n")
+    make("nf4", model, "--output=~/first")
+    make("run", "mine.yaml", model)
+    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["first", "second"]
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize("command", ["gptq", "awq"])
+def test_an_incomplete_checkpoint_is_refused_by_name(quantkit, small, model, command):
+    lacking = "model.layers.1.mlp.down_proj.weight"
+    tensors = load_file(file := model / "model.safetensors")
+    save_file({name: part for name, part in tensors.items() if name != lacking}, file, {"format": "pt"})
+    done = quantkit(command, model, *small)
+    assert done.err.startswith(f"error: the checkpoint lacks 1 tensor of the model: {lacking}\nhint: ")
+
+
+def test_the_recipe_of_a_card_repeats_a_job_with_undivided_linears(quantkit, tiny_model, small, tmp_path):
+    source = tiny_model("llama", tokenizer=True, hidden_size=64, intermediate_size=168)
+    assert quantkit("gptq", source, *small, "-o", "first").code == 0
+    card = (tmp_path / "first" / "README.md").read_text()
+    (tmp_path / "again.yaml").write_text(card.split("```yaml")[1].split("```")[0])
+    done = quantkit("run", "again.yaml", source, "-o", "second", "--threads", 1)
+    assert done.code == 0 and "does not divide 168 columns: mlp.down_proj" in done.err
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
+    assert {name: part.shape for name, part in one.items()} == {
+        name: part.shape for name, part in two.items()
+    }
+
+
+def test_experts_of_whole_rows_are_quantized_alike(quantkit, tiny_model):
+    """Their linears differ in columns, and so in the size of the one group of a row."""
+    source = tiny_model("mixtral", tokenizer=True)
+    assert "quantized differently" not in quantkit("fp8", source, "-o", "out").err
+
+
+def test_every_file_of_an_own_output_may_be_replaced(make, model):
+    for _ in range(2):
+        make("fp4", model, *"--layout modelopt --solver rtn -o out --overwrite".split())
+
+
+def test_a_tied_embedding_is_rounded_by_a_method_without_feedback(make, model, small):
+    made = make("awq", model, *small, *"--layout mlx --embedding 4 -o out".split())
+    assert made["linears"] == 15
+
+
+def test_a_head_of_5_bits_is_warned_of(quantkit, tiny_model, small):
+    source = tiny_model("llama", tokenizer=True, tie_word_embeddings=False)
+    done = quantkit("gptq", source, *small, *"--head 5 --group-size 32 --dry-run".split())
+    assert done.code == 0 and "GPTQModel alone" in done.err
+
+
+@pytest.mark.parametrize("flag", ["--limit 9", "--ctx 9", "--batch 2"])
+def test_auto_refuses_options_without_effect(quantkit, model, flag):
+    done = quantkit("auto", model, "--bpw", "4", *flag.split())
+    assert done.code == 2 and done.err.startswith(f"error: {flag.split()[0]} is for --")
+
+
+def test_eval_says_what_has_no_effect(quantkit, model):
+    done = quantkit("eval", model, "--weights-only", "--limit", 64, "--ctx", 32)
+    assert done.code == 0 and "--weights-only: no model quantizes activations" in done.err
+    done = quantkit("eval", model, "--text", "")
+    assert (done.code, done.err.splitlines()[0]) == (2, "error: --text names no text")

@@ -98,6 +98,13 @@ def test_gptq_v2_becomes_gptq(made, tmp_path):
     assert same(source, tmp_path / "gptq")
 
 
+def test_columns_in_another_order_are_told(made, tmp_path):
+    source = made("gptq", **OPTIONS | {"head": 0, "act_order": "full", "checkpoint_format": "gptq_v2"})
+    convert(str(source), "gptq", tmp_path / "new", False, SILENT)
+    assert open_checkpoint(str(tmp_path / "new")).raw_config["quantization_config"]["desc_act"] is True
+    assert same(source, tmp_path / "new")
+
+
 def test_awq_becomes_gptq(made, tmp_path):
     source = made("awq", group_size=32, candidates=3)
     convert(str(source), "gptq", tmp_path / "gptq", False, SILENT)

@@ -480,7 +480,7 @@ def test_what_fills_no_window_is_told_where_it_is_much(tiny_model, text, quantki
     cut = windows_of.load(checkpoint, text, 32, None, 95)
     assert (len(cut.ids), cut.left) == (2, 31)
     done = quantkit("eval", model, "--text", text, "--ctx", 32, "--limit", 95)
-    words = f"the last 31 tokens of {text.name} fill no window of 32: not measured"
+    words = f"31 tokens of {text.name} after the last whole window of 32 are not measured"
     assert cut.note == words and words in " ".join(done.err.split())
 
 

@@ -202,7 +202,10 @@ def test_a_narrow_terminal_cuts_neither_names_nor_numbers(width, collapsed):
     print_table(Console(file=(out := io.StringIO()), width=width), table)
     printed = [line.split() for line in out.getvalue().splitlines()[3:] if line.strip()]
     assert printed[0] == "Q4_K_M 103.67 MB 6.17 5,090".split()
-    assert "".join(line[0] for line in printed[1:]) == "a" * 24 and printed[1][1:] == "91.72 MB 5.46 5,417".split()
+    assert (
+        "".join(line[0] for line in printed[1:]) == "a" * 24
+        and printed[1][1:] == "91.72 MB 5.46 5,417".split()
+    )
     assert len(printed) == (2 if width == 80 else 3)
 
 

@@ -8,6 +8,7 @@ import pytest
 import records
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
+from quantkit.evaluation.comparison import columns
 from quantkit.evaluation.comparison.record import merge, read
 from quantkit.evaluation.comparison.table import markdown
 
@@ -111,6 +112,28 @@ def test_two_results_become_one():
     assert found["pareto"]["models"] == ["strong", "org/base"] and "error" not in found
     assert found["gates"] == [gate] and found["noise_floor"] == one["noise_floor"]
     assert found["env"] == one["env"]
+
+
+def test_neither_order_nor_a_second_result_of_a_model_changes_figures():
+    """The second result of `weak` goes with its gate; a file without divergences hides no column."""
+    base, gate = (
+        records.model("org/base", 16_000_000),
+        {"metric": "kld", "op": "<=", "limit": 0.3, "pass": True},
+    )
+    gate |= {"model": "weak", "value": 0.1}
+    one = records.record(base, records.model("weak", 4_000_000, 0.1), gates=[gate])
+    again = records.record(base, records.model("weak", 4_000_000, 0.5))
+    again["gates"] = [gate | {"value": 0.5, "pass": False}]
+    assert merge([("a", one), ("b", again)])["gates"] == [gate]
+    bare = records.record(base, records.model("other", 3_000_000, 0.2, dppl=0.1))
+    for model in bare["models"]:
+        del model["metrics"]["kld"], model["metrics"]["top1"]
+    bare["noise_floor"] = None
+    for order in ([("a", one), ("b", bare)], [("b", bare), ("a", one)]):
+        found = merge(order)
+        assert found["pareto"]["loss"] == "metrics.ppl.value" and found["noise_floor"] == one["noise_floor"]
+        assert found["pareto"]["models"] == ["other", "org/base"]
+        assert {"KL divergence", "top-1"} <= {*columns.columns(found)}
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ class Auto:
         search = min(self.streams, len(self.units)) * self._stream_bytes + loaded * skeleton.dtype.itemsize
         search += LOGITS * min(LOGITS_BYTES, FLOAT32 * LOGITS_TOKENS * vocabulary)
         waiting = KEPT_IN.itemsize * sum(unit.weights for unit in self.units if unit.block is not None)
-        budget = self.expected_bytes()
+        budget = min(self.expected_bytes(), self.most_bytes)
         results = 3 if self.request.options.engine == "any" else 2
         made = results * (budget + self.fixed_bytes) + budget
         return {
@@ -213,13 +213,12 @@ class Auto:
         """Return the bytes that fit the device of --gpu next to the KV cache, for all units: for the whole
         context, then half of it, and each type of the cache. Activations get the share that plan leaves."""
         options, checkpoint, rooms = self.request.options, self.job.checkpoint, []
-        most = sum(max(unit.candidates.values()) for unit in self.units)
         whole = options.ctx or min(windows_of.DEFAULT_CONTEXT, checkpoint.context or MOST)
         for ctx, cache in itertools.product((whole, whole // 2), self.space.caches):
             each = source.cache_bytes(checkpoint.folder, ctx, cache)
             require(each is not None, "the KV cache of this model is unknown", "give --max-size", UNSUPPORTED)
             left = Question(gpu=options.gpu).memory - options.batch * each - self.fixed_bytes
-            room = min(left, most)
+            room = min(left, self.most_bytes)
             rooms.append({"ctx": ctx, "cache": cache, "bytes": room, "bits": max(0, 8 * room / self.weights)})
         return rooms
 
@@ -240,6 +239,11 @@ class Auto:
         budget = self.budget_bytes()
         usual_bytes = nbytes(self.units, {unit.name: usual(unit) for unit in self.units})
         return usual_bytes if budget is None else budget
+
+    @property
+    def most_bytes(self) -> int:
+        """Return the bytes of the largest candidates of all units."""
+        return sum(max(unit.candidates.values()) for unit in self.units)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -284,6 +288,8 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
     listing = replace(listing, method=space.method, open_groups=not one_file)
     prepared = job.prepare(listing, progress, dry_run=True)
     may_replace.check_source(output, prepared.checkpoint.folder)
+    if request.options.gpu and request.options.ctx:
+        windows_of.check_context(prepared.checkpoint, request.options.ctx)
     units = space.units(prepared)
     require(units, "no linear is left to choose bits for", "narrow --exclude", USAGE)
     windows, held_out = _windows(request, prepared)

@@ -83,6 +83,11 @@ class AutoOptions:
         what = f"{' and '.join(budgets)} are {len(budgets)} budgets"
         require(len(budgets) == 1, what, "give one of them", USAGE)
         Question(gpu=self.gpu, batch=self.batch).check()
+        out = "leave it out"
+        require(self.limit is None or self.text, "--limit is for --text", f"add --text FILE, or {out}", USAGE)
+        what = "--ctx is for --text and --gpu"
+        require(self.ctx is None or self.text or self.gpu, what, out, USAGE)
+        require(self.batch == 1 or self.gpu, "--batch is for --gpu", f"add --gpu NAME, or {out}", USAGE)
         if self.head and self.engine == "llama.cpp":
             raise QuantkitError("--engine llama.cpp searches the head as well", "leave out --head", USAGE)
         for name in ("bpw", "max_kld", "search_tokens", "search_streams"):

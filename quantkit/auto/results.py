@@ -109,6 +109,7 @@ class Search:
         each result, the bound for the predicted divergence is corrected by the error of the prediction."""
         most = bound = self._auto.request.options.max_kld
         tried: list[Made] = []
+        least = sum(min(self._losses[unit.name, c] for c in unit.candidates) for unit in self._auto.units)
         for _ in range(cost.CHOICES_TRIED):
             choice = allocation.within_loss(self._auto.units, self._losses, bound)
             if tried and choice == tried[-1].preset.choice:
@@ -117,7 +118,8 @@ class Search:
             if CLOSE * most <= made.kld <= most:
                 break
             margin = 0.5 * (1 + CLOSE)
-            bound = max(made.record["predicted_kld"] * most * margin / max(made.kld, 1e-30), 1e-30)
+            bound = made.record["predicted_kld"] * most * margin / max(made.kld, 1e-30)
+            bound = max(bound, least * (1 + 1e-9), 1e-30)
         if fit := [made for made in tried if made.kld <= most]:
             best = min(fit, key=lambda made: made.record["chosen_bytes"])
         else:

@@ -48,7 +48,8 @@ def print_record(record: dict[str, Any]) -> None:
         facts["as GGUF"] = f"{gguf['name']}, {size}: {difference}; {LLAMA_CPP}"
     if record["cache"]:
         shape = f"--ctx {record['rooms'][0]['ctx']} --parallel {record['budget']['batch']}"
-        facts["serve with"] = f"--kv-dtype {record['cache']} {shape}"
+        only_one = record["engine"] == "transformers"  # its cache has the type of the model
+        facts["serve with"] = shape if only_one else f"--kv-dtype {record['cache']} {shape}"
     if not record["reached"]:
         facts["missed"] = f"a divergence of {record['budget']['max_kld']:g} was not reached"
     search = f"measuring sensitivities took {record['sensitivities_seconds']:.1f}"

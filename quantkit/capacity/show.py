@@ -7,7 +7,16 @@ from rich.table import Table
 
 from quantkit.capacity.formats import STORED
 from quantkit.capacity.job import typed
-from quantkit.tables import MODEL_BITS, make_console, make_table, megabytes, print_facts, print_line, print_table, size
+from quantkit.tables import (
+    MODEL_BITS,
+    make_console,
+    make_table,
+    megabytes,
+    print_facts,
+    print_line,
+    print_table,
+    size,
+)
 
 METHODS = ("fp8", "w8a8", "int8", "nf4", "fp4", "fp4a4", "gptq", "awq")
 SHOWN = ("bf16", *METHODS, "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")

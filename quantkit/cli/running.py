@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import takewhile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -50,9 +51,11 @@ SIMILAR = 0.75  # least similarity of a name and its misspelling
 
 def decoded(value: Any) -> Any:
     """Return an option's value, lists as tuples, with text decoded as UTF-8 in any locale; existing paths
-    stay unchanged."""
+    stay unchanged. A shell leaves the ~ of `--output=~/x` to the program."""
     if isinstance(value, (list, tuple)):
         return tuple(map(decoded, value))
+    if isinstance(value, Path):
+        return Path(os.path.expanduser(value))
     if not isinstance(value, str) or value.isascii() or os.path.lexists(value):
         return value
     return streams.decoded(value, repr(value))

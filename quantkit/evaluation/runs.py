@@ -40,7 +40,8 @@ def measure(
     chosen = metrics.select(asked.metrics)
     limits = gates.parse(*asked.limits)
     caches = list(dict.fromkeys(map(kv_types.measured, asked.kv_dtype)))
-    gates.check(limits, chosen, (len(models) + len(asked.trials)) * (1 + len(caches)) - 1)
+    trials = tuple(dict.fromkeys(asked.trials))
+    gates.check(limits, chosen, (len(models) + len(trials)) * (1 + len(caches)) - 1)
     engine = Engine.find(asked.engine, asked.python, asked.engine_option)
     if described:
         card.check(described, models)
@@ -55,9 +56,11 @@ def measure(
         progress.warn(text.note)
     harness = Tasks.prepare(asked.tasks, asked.task_limit) if asked.tasks else None
     measured = evaluate.evaluate(
-        checkpoints, text, precision, device, progress.evaluating, asked.trials, chosen, harness, caches,
+        checkpoints, text, precision, device, progress.evaluating, trials, chosen, harness, caches,
         asked.weights_only, asked.max_memory, engine,
     )  # fmt: skip
+    if asked.weights_only and not any(model["weights_only"] for model in measured["models"]):
+        progress.warn("--weights-only: no model quantizes activations")
     task_settings = harness.record() if harness else None
     made = record(text.protocol, precision, device, measured, limits, task_settings)
     if described and distributed.rank() == 0:

@@ -58,7 +58,7 @@ class Windows:
         if self.left < NOTED * used:
             return None
         tokens, text = count(self.left, "token"), self.protocol.text
-        return f"the last {tokens} of {text} fill no window of {self.protocol.ctx}: not measured"
+        return f"{tokens} of {text} after the last whole window of {self.protocol.ctx} are not measured"
 
     def shared(self, batch: int) -> Windows:
         """Return the windows of this rank, in whole batches of `batch` windows.

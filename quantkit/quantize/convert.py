@@ -134,7 +134,8 @@ def _material(checkpoint: Checkpoint, to: str, staging: Staging, progress: Progr
     packed = set(checkpoint.packed)
     if packed - {spec.name for spec in linears(skeleton)} and not checkpoint.text_config.tie_word_embeddings:
         skeleton.add_head()
-    specs, grids, zeros = linears(skeleton), {}, set()  # zeros: zero points that are not in the middle
+    specs, grids, ordered = linears(skeleton), {}, False  # ordered: columns of some linear are
+    zeros: set[int] = set()  # zero points that are not in the middle
     outside = packed - {spec.name for spec in specs}
     refused = {name: "no linear of a block and no head" for name in outside}
     for done, spec in enumerate(coded := [spec for spec in specs if spec.name in packed]):
@@ -146,11 +147,12 @@ def _material(checkpoint: Checkpoint, to: str, staging: Staging, progress: Progr
             refused[spec.name] = "columns in another order"
         else:
             grids[spec.name], zero = weight.grid, weight.params.zero
+            ordered |= weight.column_group is not None
             zeros |= set(zero.unique().tolist()) - {1 << weight.grid.bits - 1}
     grids = {name: replace(grid, symmetric=not zeros) for name, grid in grids.items()}
     kept = None if staging.one_file else "16 bit"  # a GGUF file has the type of each tensor
     specs = [replace(r, grid=grids.get(r.name), kept=None if r.name in grids else kept) for r in specs]
-    layout = _layout(to, [spec for spec in specs if spec.grid], 0 in zeros) if grids else None
+    layout = _layout(to, [spec for spec in specs if spec.grid], 0 in zeros, ordered) if grids else None
     for index, spec in enumerate(spec for spec in specs if spec.grid):
         progress.counting(PACKED, index, len(grids))
         if staging.is_done(index):
@@ -183,14 +185,14 @@ def _grid(to: str, grid: AffineGrid) -> Grid:
     return BiasedGrid(grid.bits, grid.group_size, "float16") if to == "mlx" else grid
 
 
-def _layout(to: str, specs: Sequence[LinearSpec], has_zero: bool) -> Layout:
+def _layout(to: str, specs: Sequence[LinearSpec], has_zero: bool, ordered: bool) -> Layout:
     """Return the layout with the bits and the group size of most linears. has_zero: a zero point is 0."""
     whole = all(spec.grid.group_size == spec.in_features for spec in specs)
     sizes = Counter((spec.grid.bits, -1 if whole else spec.grid.group_size) for spec in specs)
     (bits, size), symmetric = sizes.most_common(1)[0][0], specs[0].grid.symmetric
     if to == "gptq":
         version = 3 if bits in SPLIT else 2 if has_zero else 1
-        return GptqLayout(bits, size, symmetric, desc_act=False, version=version)
+        return GptqLayout(bits, size, symmetric, desc_act=ordered, version=version)
     if to == "awq":
         return AwqLayout(size, not symmetric)
     if to == "mlx":

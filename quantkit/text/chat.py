@@ -53,7 +53,7 @@ class ChatTemplate:
         try:
             template = self.tokenizer.get_chat_template(self._given, tools)
         except ValueError as error:
-            hint = "put its chat_template.jinja into its folder, or give plain text, without --chat"
+            hint = "put its chat_template.jinja into its folder, or give plain text"
             raise QuantkitError("the model has no chat template", hint, USAGE) from error
         if self.sha256 is None:
             self.sha256 = hashlib.sha256(template.encode(errors="surrogatepass")).hexdigest()
@@ -67,7 +67,7 @@ class ChatTemplate:
             raise QuantkitError(what, hint, USAGE) from error
         except template_worker.Runaway as error:
             what = f"the chat template was stopped: {error}"
-            hint = "do not trust it; give plain text, without --chat"
+            hint = "do not trust it; give plain text"
             raise QuantkitError(what, hint, UNSUPPORTED) from error
 
 

@@ -92,6 +92,7 @@ def held_out(
 
     render: makes text of a conversation. Raises QuantkitError if `named` is none of these or cannot be read.
     """
+    require(str(named) not in ("", "."), "--text names no text", "leave it out for the shipped text", USAGE)
     is_file = named is None or Path(named).exists() or str(named).endswith(FILES)
     limit, glue = math.inf, "\n\n"
     if not is_file and (reference := hub_datasets.parse(HELD_OUT.get(str(named), str(named)))):

@@ -82,7 +82,7 @@ def columns(record: dict) -> Columns:
     """Return the columns for the measured figures, without the column of names."""
     models, pareto = record["models"], record["pareto"]
     compared = len(models) > 1
-    measured = {None, *(models[0]["metrics"] if compared else ())}
+    measured = {None, *(key for model in models for key in model["metrics"] if compared)}
     measured |= {key for key in ("kv", "engine") if any(model.get(key) for model in models)}
     on_front = (
         f"on the Pareto front: no other model is as small with as low a {LOSS_NAMES[pareto['loss']]}",

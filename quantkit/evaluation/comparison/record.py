@@ -78,9 +78,10 @@ def pareto(models: Sequence[dict]) -> dict:
     other is at least as good in size and loss and better in one. Models measured with weights only or in an
     engine are ignored.
 
-    The loss is the KL divergence (0 for the base), or the perplexity if no divergence was measured.
+    The loss is the KL divergence (0 for the base), or the perplexity if a candidate's was not measured.
     """
-    diverging = any(look_up(model, LOSSES[0]) is not None for model in models)
+    candidates = [model for model in _served(models)[1:] if not model.get("engine")]
+    diverging = candidates and all("kld" in model["metrics"] for model in candidates)
     loss = LOSSES[0] if diverging else LOSSES[1]
     points = []
     for position, model in enumerate(model for model in _served(models) if not model.get("engine")):
@@ -163,10 +164,11 @@ def merge(results: Sequence[Named]) -> dict:
         require(not odd, what, hint, UNSUPPORTED)
         sources = {model["source"] for model in models}
         models += [model for model in other["models"][1:] if model["source"] not in sources]
-        gates += [gate for gate in other["gates"] if gate not in gates]
+        gates += [gate for gate in other["gates"] if gate["model"] not in sources]
     for _, result in reversed(results):
         declined |= result.get("engine_declined") or {}
-    merged = first | {"models": models, "pareto": pareto(models), "gates": gates}
+    floor = next((result["noise_floor"] for _, result in results if result["noise_floor"]), None)
+    merged = first | {"models": models, "pareto": pareto(models), "gates": gates, "noise_floor": floor}
     merged |= {"engine_declined": declined} if declined else {}
     merged.pop("error", None)  # failed gates are listed in `gates`
     return merged

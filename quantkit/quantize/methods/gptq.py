@@ -93,7 +93,8 @@ class Gptq(AffineMethod):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return (ALONE,) if self.options.layout == "gptq" and self.options.bits in SPLIT else ()
+        options = self.options
+        return (ALONE,) if options.layout == "gptq" and {options.bits, options.head} & {*SPLIT} else ()
 
     def check(self) -> None:
         super().check()

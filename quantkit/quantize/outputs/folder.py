@@ -212,9 +212,12 @@ def recipe_of(manifest: dict) -> str:
     import yaml
 
     job, calibration = manifest["job"], manifest["job"]["calibration"]
+    left_out = {"like"}  # the hash of a file
+    if any("does not divide" in (row.get("kept") or "") for row in manifest["linears"]):
+        left_out.add("group_size")  # given, it would refuse the linears that it does not divide
     recipe = {
         "method": manifest["method"],
-        "quant": {key: value for key, value in job["options"].items() if key != "like"},  # the hash of a file
+        "quant": {key: value for key, value in job["options"].items() if key not in left_out},
         "run": {key: job[key] for key in RECIPE_RUN if job.get(key)} | {"dtype": job["execution"]["dtype"]},
     }
     if calibration:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quantkit.grids.distance import weight_error
 from quantkit.grids.grid import Grid
-from quantkit.layouts import Layout, LinearSpec, Statistic
+from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton import rows as by_rows
@@ -86,7 +86,7 @@ def install_embedding(
     else:
         weight, statistics = material.checkpoint.read(f"{spec.name}.weight"), SiteStatistics()
         tied = any(name in pair for pair in skeleton.model.all_tied_weights_keys.items())
-        if tied and Statistic.HESSIAN in solver.needs:
+        if tied and solver.feeds_back:
             progress.phase("measuring inputs of the head")
             statistics = measure_head()
         packed, fallback = solved_rows(weight, spec.grid, layout, material, solver, statistics, tied)

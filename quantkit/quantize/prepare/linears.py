@@ -84,6 +84,7 @@ def settled(request: Request, checkpoint: Checkpoint | None = None) -> Request:
     if request.method.options.group_size is not None:
         return request
     skeleton = Skeleton(checkpoint or request.open(), torch.float32, torch.device("cpu"))
+    skeleton.names.check_complete()
     if request.method.options.head:
         skeleton.add_head()
     method = fitted(skeleton, request.method, request.run.exclude, request.run.override)
@@ -181,8 +182,14 @@ def split_fusions(specs: Sequence[LinearSpec]) -> list[str]:
     for spec in specs:
         if expert := re.match(r".*\.experts\.\d+(?=\.)", spec.name):
             groups.setdefault(expert[0], []).append(spec)
-    formats = {spec.name: spec.grid and (spec.grid.bits, spec.grid.group_size) for spec in specs}
-    return [name for name, group in groups.items() if len({formats[spec.name] for spec in group}) > 1]
+
+    def formats(group: list[LinearSpec]) -> set:
+        sizes = [(spec.grid.bits, spec.grid.group_size, spec.in_features) for spec in group if spec.grid]
+        whole = all(size == columns for _, size, columns in sizes)  # experts' linears differ in columns
+        made: set = {(bits, -1 if whole else size) for bits, size, _ in sizes}
+        return made | {None for spec in group if not spec.grid}
+
+    return [name for name, group in groups.items() if len(formats(group)) > 1]
 
 
 def _refuse_unfit(specs: Sequence[LinearSpec], layout: Layout) -> None:

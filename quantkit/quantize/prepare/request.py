@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,7 +53,7 @@ class Request(JobFlags):
     def destination(self) -> Path:
         """The output path: as typed, or such as `model-gptq-w4g128`; `mixed` if bits are overridden."""
         if self.output:
-            return self.output
+            return Path(os.path.expanduser(self.output))  # a recipe may hold a ~
         suffix, bits = self.method.suffix, self.method.options.bits
         if any(Override.parse(text).bits != bits for text in self.run.override):
             suffix = re.sub(r"-w\d+(channel|g\d+)", "-mixed", suffix)

@@ -28,6 +28,8 @@ WRITTEN = (  # by writers of checkpoints
     "*processor_config.json",
     "configuration_*.py",
     "modeling_*.py",
+    "tokenization_*.py",
+    "hf_quant_config.json",
     "README.md",
     ".gitattributes",
     MANIFEST,

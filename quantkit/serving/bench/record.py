@@ -1,6 +1,5 @@
 """The versioned JSON of a benchmark: `quantkit.bench/3`, described in bench-3.json."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -59,14 +58,17 @@ def _model(
 
 
 def unique_labels(models: Sequence[ModelRuns]) -> list[str]:
-    """Return a unique label per model: the end of its source, with the engine if there are several."""
+    """Return a unique label per model: the end of its source, with the engine if there are several, and a
+    number if it is the same as before."""
     sources = list(dict.fromkeys(model.subject.source for model in models))
     short = dict(zip(sources, labels(sources), strict=True))
-    counts = Counter(model.subject.source for model in models)
-    return [
-        short[model.subject.source] + (f" ({model.engine})" if counts[model.subject.source] > 1 else "")
+    engines = {source: {m.engine for m in models if m.subject.source == source} for source in sources}
+    named = [
+        short[model.subject.source] + (f" ({model.engine})" if len(engines[model.subject.source]) > 1 else "")
         for model in models
     ]
+    earlier = [named[:k].count(name) for k, name in enumerate(named)]
+    return [name + (f" #{times + 1}" if times else "") for name, times in zip(named, earlier, strict=True)]
 
 
 # ---- figures of runs
