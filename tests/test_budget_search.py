@@ -472,3 +472,25 @@ def test_engines_that_do_not_read_zero_points_say_so(engine):
     with pytest.raises(QuantkitError, match=f"--no-sym: {engine} does not read"):
         prepare(request, jobs.Progress())
     assert replace(ENGINES["any"], symmetric=False).method.options.sym is False
+
+
+def test_a_prediction_that_was_too_low_ends_with_the_best_result():
+    """The smallest possible prediction is 0.009, its measured divergence 0.0108: above --max-kld 0.01."""
+    units = [Unit(name, 0, (), 80, {"4": 40, "8": 80}) for name in "abc"]
+    search, warned = results.Search.__new__(results.Search), []
+    options = SimpleNamespace(max_kld=0.01)
+    search._auto = SimpleNamespace(units=units, request=SimpleNamespace(options=options))
+    search._progress = SimpleNamespace(warn=warned.append)
+    search._losses = {
+        (unit.name, bits): loss for unit in units for bits, loss in (("4", 0.005), ("8", 0.003))
+    }
+
+    def made(choice):
+        predicted = sum(search._losses[item] for item in choice.items())
+        record = {"predicted_kld": predicted, "kld": 1.2 * predicted, "chosen_bytes": 1}
+        return results.Made(SimpleNamespace(choice=choice), None, "", record)
+
+    search._made = made
+    (only,) = search.within_divergence()
+    assert only.preset.choice == dict.fromkeys("abc", "8")
+    assert warned == ["no result stays within a divergence of 0.01; the closest is kept"]
