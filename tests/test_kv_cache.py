@@ -145,3 +145,11 @@ def test_an_unknown_type_is_refused_before_anything_is_loaded(quantkit, tmp_path
 def test_caches_of_transformers_are_not_measured():
     with pytest.raises(QuantkitError, match="caches of transformers are not measured"):
         rounding_of("int4")
+
+
+def test_a_cache_that_llama_cpp_lacks_is_refused_before_the_first_pass(quantkit, tiny_model):
+    source = tiny_model("llama", tokenizer=True, hidden_size=80, num_attention_heads=2, num_key_value_heads=2)
+    done = quantkit("eval", source, "--kv-dtype", "q8_0", "--limit", 64, "--ctx", 32, "-q")
+    assert done.code == 4 and done.err.startswith(
+        "error: llama.cpp keeps no q8_0 cache of heads of this width"
+    )

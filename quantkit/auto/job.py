@@ -26,6 +26,7 @@ from quantkit.capacity.question import Question
 from quantkit.errors import UNSUPPORTED, USAGE, require
 from quantkit.evaluation import windows as windows_of
 from quantkit.evaluation.windows import Windows
+from quantkit.models import kv_types
 from quantkit.models.files import gguf_shards, headers
 from quantkit.models.machine.device import free_memory
 from quantkit.options import MOST, size_bytes
@@ -209,12 +210,18 @@ class Auto:
         }
 
     @cached_property
+    def caches(self) -> tuple[str, ...]:
+        """Return the types of the KV cache that the engine has for this model."""
+        config = self.job.checkpoint.text_config
+        return tuple(name for name in self.space.caches if kv_types.fits(config, name))
+
+    @cached_property
     def rooms(self) -> list[dict[str, Any]]:
         """Return the bytes that fit the device of --gpu next to the KV cache, for all units: for the whole
         context, then half of it, and each type of the cache. Activations get the share that plan leaves."""
         options, checkpoint, rooms = self.request.options, self.job.checkpoint, []
         whole = options.ctx or min(windows_of.DEFAULT_CONTEXT, checkpoint.context or MOST)
-        for ctx, cache in itertools.product((whole, whole // 2), self.space.caches):
+        for ctx, cache in itertools.product((whole, whole // 2), self.caches):
             each = source.cache_bytes(checkpoint.folder, ctx, cache)
             require(each is not None, "the KV cache of this model is unknown", "give --max-size", UNSUPPORTED)
             left = Question(gpu=options.gpu).memory - options.batch * each - self.fixed_bytes
@@ -226,7 +233,7 @@ class Auto:
         """Return the bytes that all units may take; None with --max-kld."""
         options = self.request.options
         if options.gpu is not None:
-            rooms = self.rooms[: len(self.space.caches)]
+            rooms = self.rooms[: len(self.caches)]
             return max(room["bytes"] for room in rooms if self.cache in (None, room["cache"]))
         if options.bpw is not None:
             return int(options.bpw * self.weights / 8)

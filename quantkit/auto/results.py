@@ -62,7 +62,7 @@ class Search:
         """Choose the type of the KV cache with the least divergence of weights and cache together. Return the
         search with this type, and the `rooms` that hold the smallest weights, each with both divergences."""
         auto, losses = self._auto, self._losses
-        models = self._evaluated([auto.job.checkpoint], auto.space.caches)
+        models = self._evaluated([auto.job.checkpoint], auto.caches)
         measured = {model["kv"]["dtype"]: model["metrics"]["kld"]["mean"] for model in models[1:]}
         rooms = []
         smallest = sum(min(unit.candidates.values()) for unit in auto.units)

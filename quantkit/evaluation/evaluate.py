@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.errors import UNSUPPORTED, USAGE, VERIFICATION, QuantkitError, require
+from quantkit.errors import UNSUPPORTED, USAGE, VERIFICATION, QuantkitError, name_all, require
 from quantkit.evaluation import kv_cache, memory, metrics
 from quantkit.evaluation.engines import Declined, Engine, Logits
 from quantkit.evaluation.metrics import SELECTABLE, Scores, summarize
 from quantkit.evaluation.stream import Listener, StreamedModel, Trial
 from quantkit.evaluation.tasks import Tasks
 from quantkit.evaluation.windows import Windows, check_context
+from quantkit.models import kv_types
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import watched
 from quantkit.models.gguf.tokenizer_hash import difference, tokenizer_sha256
@@ -74,6 +75,9 @@ def evaluate(
     check_comparable(checkpoints)
     for name in kv_dtypes:
         kv_cache.rounding_of(name)
+        odd = [each.source for each in checkpoints if not kv_types.fits(each.text_config, name)]
+        what = f"llama.cpp keeps no {name} cache of heads of this width: {name_all(odd)}"
+        require(not odd, what, "choose fp8 or a float", UNSUPPORTED)
     for checkpoint in checkpoints:
         check_context(checkpoint, windows.protocol.ctx)
     map_large_blocks()

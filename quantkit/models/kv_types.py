@@ -49,6 +49,14 @@ def named(text: str, by: Callable[[KvType], Any] = bool) -> str:
     return name if name in TYPES else one_of(name, listed, what, ALIASES)
 
 
+def fits(config: Any, name: str) -> bool:
+    """Return whether llama.cpp keeps a cache of type `name` for heads as wide as the configuration says; True
+    for types of other engines."""
+    heads = getattr(config, "num_attention_heads", None)
+    width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else BLOCK)
+    return TYPES[name].keeper != "llama.cpp" or width % BLOCK == 0
+
+
 def in_engine(engine: str, name: str) -> str:
     """Return the name by which `llama.cpp` or `vLLM` calls a precision. Raises QuantkitError (exit code 4) if
     it does not have the precision."""
