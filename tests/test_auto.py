@@ -522,6 +522,10 @@ def made(quick, monkeypatch):
     monkeypatch.setattr(results.Search, "_make", make)
 
 
+def test_a_context_that_the_model_lacks_is_refused(auto):
+    assert "is longer than the context" in auto("--gpu", "t4", "--ctx", "100000", "--dry-run", code=2)
+
+
 def test_the_disk_is_for_the_largest_result_at_most(auto):
     assert auto("--max-size", "900GB", "--dry-run")["needs"]["disk_bytes"] < 10e6
 
