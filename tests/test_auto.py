@@ -337,6 +337,24 @@ def test_a_result_is_whole_on_a_narrow_terminal(monkeypatch, capsys):
     assert ["as", "GGUF", "Q4_K_M,", "2.00", "GB:", "90%", "less"] in [row[:7] for row in rows]
 
 
+@pytest.mark.parametrize(("engine", "flags"), [("vllm", ["--kv-dtype", "bfloat16"]), ("transformers", [])])
+def test_serve_takes_the_flags_that_it_is_told(capsys, engine, flags):
+    """transformers serve keeps its cache in the precision of the model, and has no --kv-dtype."""
+    found = dict.fromkeys(("output_bytes", "disk_bytes", "bits_per_weight", "ppl", "kld", "kld_stderr"), 1.0)
+    room = {"ctx": 256, "cache": "bfloat16", "bits": 4.0, "predicted_kld": 1.0, "cache_kld": 0.0}
+    show.print_record(
+        {
+            "rooms": [room], "choice": {"model.layers.0.mlp.up_proj": "4,64"}, "engine": engine,
+            "searched": found | {"predicted_kld": 1.0}, "uniform": None, "gguf": None, "cache": "bfloat16",
+            "measured_on": {"tokens": 9, "text": "text"}, "kept": "searched", "budget": {"batch": 2},
+            "output": "out", "reached": True, "seconds": 2,
+            "sensitivities_read": False, "sensitivities_seconds": 1,
+        }
+    )  # fmt: skip
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("serve with")]
+    assert line.split()[2:] == [*flags, "--ctx", "256", "--parallel", "2"]
+
+
 def test_a_dry_run_says_what_there_is(auto, quantkit, source, tmp_path):
     found = auto("--bpw", "4", "--dry-run")
     assert found["units"] == 7 and found["presets"]["4 bit g32"] == pytest.approx(4.5, abs=0.1)
