@@ -125,6 +125,8 @@ def test_neither_order_nor_a_second_result_of_a_model_changes_figures():
     again = records.record(base, records.model("weak", 4_000_000, 0.5))
     again["gates"] = [gate | {"value": 0.5, "pass": False}]
     assert merge([("a", one), ("b", again)])["gates"] == [gate]
+    stricter = [gate | {"limit": 0.05, "pass": False}]  # of the result that is shown
+    assert merge([("a", one), ("b", one | {"gates": stricter})])["gates"] == [gate, *stricter]
     bare = records.record(base, records.model("other", 3_000_000, 0.2, dppl=0.1))
     for model in bare["models"]:
         del model["metrics"]["kld"], model["metrics"]["top1"]

@@ -45,12 +45,17 @@ def refuse_too_few(units: Sequence[Unit], budget: int, fixed_bytes: int | None =
         raise QuantkitError(what, hint, UNSUPPORTED)
 
 
+def least_loss(units: Sequence[Unit], losses: Losses) -> float:
+    """Return the smallest sum of losses that candidates have."""
+    return sum(min(losses[unit.name, name] for name in unit.candidates) for unit in units)
+
+
 def within_loss(units: Sequence[Unit], losses: Losses, bound: float) -> dict[str, str]:
     """Return the smallest {unit: candidate} whose sum of losses is at most `bound`.
 
     Raises QuantkitError if even the best candidates lose more.
     """
-    least = sum(min(losses[unit.name, name] for name in unit.candidates) for unit in units)
+    least = least_loss(units, losses)
     what = f"--max-kld {bound:.2g} is too small: the smallest possible divergence is {least:.2g}"
     require(least <= bound, what, "raise --max-kld, or choose another --engine", USAGE)
     return _solve(units, losses, bound, by_bytes=False)

@@ -109,7 +109,7 @@ class Search:
         each result, the bound for the predicted divergence is corrected by the error of the prediction."""
         most = bound = self._auto.request.options.max_kld
         tried: list[Made] = []
-        least = sum(min(self._losses[unit.name, c] for c in unit.candidates) for unit in self._auto.units)
+        least = allocation.least_loss(self._auto.units, self._losses)
         for _ in range(cost.CHOICES_TRIED):
             choice = allocation.within_loss(self._auto.units, self._losses, bound)
             if tried and choice == tried[-1].preset.choice:

@@ -76,7 +76,8 @@ def evaluate(
     for name in kv_dtypes:
         kv_cache.rounding_of(name)
         odd = [each.source for each in checkpoints if not kv_types.fits(each.text_config, name)]
-        what = f"llama.cpp keeps no {name} cache of heads of this width: {name_all(odd)}"
+        needs = f"a {name} cache needs heads whose width is a multiple of {kv_types.BLOCK}"
+        what = f"{needs}; those of {name_all(odd)} are not"
         require(not odd, what, "choose fp8 or a float", UNSUPPORTED)
     for checkpoint in checkpoints:
         check_context(checkpoint, windows.protocol.ctx)

@@ -1,6 +1,6 @@
 """Precisions of a key/value cache, by name: bytes of a value including scales, and engines that support it.
 
-Shared by `eval`, `plan`, `serve`, `chat` and `bench`. How each rounds: `evaluation/kv_cache.py`.
+Shared by `eval`, `auto`, `plan`, `serve`, `chat` and `bench`. How each rounds: `evaluation/kv_cache.py`.
 """
 
 from collections.abc import Callable

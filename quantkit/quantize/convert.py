@@ -134,8 +134,8 @@ def _material(checkpoint: Checkpoint, to: str, staging: Staging, progress: Progr
     packed = set(checkpoint.packed)
     if packed - {spec.name for spec in linears(skeleton)} and not checkpoint.text_config.tie_word_embeddings:
         skeleton.add_head()
-    specs, grids, ordered = linears(skeleton), {}, False  # ordered: columns of some linear are
-    zeros: set[int] = set()  # zero points that are not in the middle
+    specs, grids, zeros = linears(skeleton), {}, set()  # zeros: zero points that are not in the middle
+    ordered = False  # whether columns of a linear are in another order
     outside = packed - {spec.name for spec in specs}
     refused = {name: "no linear of a block and no head" for name in outside}
     for done, spec in enumerate(coded := [spec for spec in specs if spec.name in packed]):

@@ -162,9 +162,10 @@ def merge(results: Sequence[Named]) -> dict:
         what = f"{name} and {other_name} were measured differently: {', '.join(odd)}"
         hint = "such figures cannot be compared: evaluate again, or make two reports"
         require(not odd, what, hint, UNSUPPORTED)
-        sources = {model["source"] for model in models}
-        models += [model for model in other["models"][1:] if model["source"] not in sources]
-        gates += [gate for gate in other["gates"] if gate["model"] not in sources]
+        shown = {model["source"]: model for model in models}
+        models += [model for model in other["models"][1:] if model["source"] not in shown]
+        same = {model["source"] for model in other["models"] if shown.get(model["source"], model) == model}
+        gates += [gate for gate in other["gates"] if gate["model"] in same and gate not in gates]
     for _, result in reversed(results):
         declined |= result.get("engine_declined") or {}
     floor = next((result["noise_floor"] for _, result in results if result["noise_floor"]), None)
