@@ -151,5 +151,5 @@ def test_a_cache_that_llama_cpp_lacks_is_refused_before_the_first_pass(quantkit,
     source = tiny_model("llama", tokenizer=True, hidden_size=80, num_attention_heads=2, num_key_value_heads=2)
     done = quantkit("eval", source, "--kv-dtype", "q8_0", "--limit", 64, "--ctx", 32, "-q")
     assert done.code == 4 and done.err.startswith(
-        "error: a q8_0 cache needs heads whose width is a multiple of 32; "
+        "error: a q8_0 cache needs heads whose width is a multiple of 32, unlike "
     )

@@ -77,8 +77,7 @@ def evaluate(
         kv_cache.rounding_of(name)
         odd = [each.source for each in checkpoints if not kv_types.fits(each.text_config, name)]
         needs = f"a {name} cache needs heads whose width is a multiple of {kv_types.BLOCK}"
-        what = f"{needs}; those of {name_all(odd)} are not"
-        require(not odd, what, "choose fp8 or a float", UNSUPPORTED)
+        require(not odd, f"{needs}, unlike those of {name_all(odd)}", "choose fp8 or a float", UNSUPPORTED)
     for checkpoint in checkpoints:
         check_context(checkpoint, windows.protocol.ctx)
     map_large_blocks()
