@@ -16,20 +16,19 @@ five significant bits, so bfloat16 holds it exactly, whatever dtype the client c
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from quantkit.grids.grid import Grid, Params, each_row
-from quantkit.grids.levels import TableLevels, constant, nearest_codes
+from quantkit.grids.levels import TableLevels, constant
 from quantkit.grids.parallel import for_each, rows_at_once
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+VALUES = (*MAGNITUDES, *(-value for value in MAGNITUDES))  # by code; code 8 is a second zero
 LARGEST_FP4 = MAGNITUDES[-1]
 UNITS = 4  # steps in a scale: midpoints between values are whole numbers
-POSITIVE = tuple(UNITS * value for value in MAGNITUDES)
 SIGN = 8  # bit of a code
 POWERS_OF_TWO = "its scales are powers of two, too far apart to be trained"
 
@@ -62,13 +61,7 @@ class Fp4Levels(TableLevels):
     """Levels of error feedback: the values of e2m1 in UNITS. Codes are the bits of e2m1;
     ties go away from zero."""
 
-    level_table = tuple(-value for value in POSITIVE[:0:-1]) + POSITIVE
-
-    def levels(self, codes: Tensor) -> Tensor:
-        return torch.take(values_by_code(codes.device), codes.long()).mul_(UNITS)
-
-    def codes(self, levels: Tensor, out: Tensor) -> None:
-        torch.take(_codes_by_place(levels.device), self._places(levels), out=out)
+    level_table = tuple(UNITS * value for value in VALUES)
 
 
 @dataclass(frozen=True)
@@ -206,23 +199,10 @@ def divisor_of(largest: float) -> float:
     return 2.0 ** max(-100, min(int(exponent) - 1, 100))
 
 
-@cache
-def values_by_code(device: torch.device) -> Tensor:
-    """Return the value of each code, float32 `[16]`; code 8 is a second zero."""
-    positive = torch.tensor(MAGNITUDES)
-    return torch.cat([positive, -positive]).to(device)
-
-
-@cache
-def _codes_by_place(device: torch.device) -> Tensor:
-    """Return the code of the level nearest to each interval (see TableLevels)."""
-    codes = constant((*range(SIGN + 7, SIGN, -1), *range(8)), device, torch.uint8)
-    return codes[nearest_codes(Fp4Levels.level_table, device).long()]
-
-
 def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return gpt-oss's experts, decoded exactly to bfloat16 `[..., groups * 32]`. blocks: uint8
     `[..., groups, 16]`, the first of two codes in the low bits; scales: exponents, uint8 `[..., groups]`."""
     codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
     exponents = scales.to(torch.int32)[..., None] - MX_BIAS
-    return torch.ldexp(values_by_code(blocks.device)[codes.long()], exponents).flatten(-2).to(torch.bfloat16)
+    values = constant(VALUES, blocks.device)[codes.long()]
+    return torch.ldexp(values, exponents).flatten(-2).to(torch.bfloat16)

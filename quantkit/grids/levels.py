@@ -45,7 +45,7 @@ class WholeLevels(Grid):
 
 
 class TableLevels(Grid):
-    """Grids whose levels are in an ascending table that contains 0. Neighbours are several units apart.
+    """Grids whose levels are in a table, by code, that contains 0. Neighbours are several units apart.
 
     Rounding is a look-up, without a search: a second table gives the nearest level for each interval between
     two integers. If a midpoint lies inside an interval, values near it may get either level.
@@ -55,7 +55,7 @@ class TableLevels(Grid):
 
     @property
     def limits(self) -> tuple[int, int]:
-        return int(self.level_table[0]), int(self.level_table[-1])
+        return int(min(self.level_table)), int(max(self.level_table))
 
     def level_places(self, device: torch.device) -> Tensor:
         return _nearest_levels(self.level_table, device)
@@ -83,9 +83,11 @@ def constant(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtyp
 @cache
 def nearest_codes(table: tuple[float, ...], device: torch.device) -> Tensor:
     """Return the code, uint8, of each interval between an integer and the next one away from zero."""
-    levels = torch.tensor(table)
-    places = torch.cat([torch.arange(int(table[-1]) + 1.0) + 0.5, torch.arange(int(table[0]), 0.0) - 0.5])
-    return torch.bucketize(places, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).to(device)
+    ascending = sorted(set(table))
+    codes = torch.tensor([table.index(level) for level in ascending], dtype=torch.uint8)
+    levels, low, high = torch.tensor(ascending), int(min(table)), int(max(table))
+    places = torch.cat([torch.arange(high + 1.0) + 0.5, torch.arange(low, 0.0) - 0.5])
+    return codes[torch.bucketize(places, (levels[1:] + levels[:-1]) / 2)].to(device)
 
 
 @cache

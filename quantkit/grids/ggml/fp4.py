@@ -43,7 +43,7 @@ class Fp4Blocks(Fp4Levels, BlockGrid):
         return usable(step / (fp4.UNITS * HALF)), low
 
     def _level(self, codes: Tensor) -> Tensor:
-        return torch.take(fp4.values_by_code(codes.device), codes.long()).div_(HALF).add_(0.0)  # never -0
+        return self.levels(codes).div_(fp4.UNITS * HALF).add_(0.0)  # never -0
 
     def _nearest(self, level: Tensor) -> Tensor:
         return _codes(level, level.new_ones(1))
