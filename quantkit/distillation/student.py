@@ -111,7 +111,7 @@ class Student:
         weights, layouts, rounding = {}, {}, set()
         for name, parts in fetched.packed.items():
             local, stored = name.removesuffix(".weight"), parts.linear
-            layouts[local] = fetched.layout.at(stored)
+            layouts[local] = skeleton.checkpoint.layout.at(stored)
             if index not in self._checked:
                 refuse_unlike(layouts[local], stored, parts)
             placed = {suffix: tensor.to(skeleton.device) for suffix, tensor in parts.items()}

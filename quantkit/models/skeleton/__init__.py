@@ -131,7 +131,7 @@ class Skeleton:
             read = partial(self._loader.rows, name, module.weight)
             if is_accelerator(self.device):
                 if name not in on_host:
-                    on_host[name] = rows.OnHost.of(module.weight, read, self.device)
+                    on_host[name] = rows.OnHost(module.weight, read, self.device)
                 read = on_host[name]
             elif isinstance(module, nn.Embedding):
                 for part in rows.slices(module.weight):
@@ -210,10 +210,10 @@ class Skeleton:
         Packed linears compute as `install` says; with `decoded` they compute with the decoded weight and do
         not quantize activations.
         """
-        block = self.blocks[index]
-        self._loader.load(block, fetched or self.fetch_block(index, checkpoint, decoded))
+        block, loader = self.blocks[index], self._loader_of(checkpoint)
+        loader.load(block, fetched or self.fetch_block(index, checkpoint, decoded))
         if self.streams and streaming.streamed(block):
-            self.keepers[index] = Keeper(index, block, self._loader_of(checkpoint), decoded)
+            self.keepers[index] = Keeper(index, block, loader, decoded)
         return block
 
     def away(self, index: int) -> frozenset[str]:
@@ -265,9 +265,7 @@ class Skeleton:
             (head,) = self.blocks[index].values()
             weight = nn.Parameter(head.weight, requires_grad=False)  # a layout's module has a plain tensor
             self.model.get_output_embeddings().weight = weight
-            loading.free(self.blocks[index])
-            return
-        if keeper := self.keepers.pop(index, None):
+        elif keeper := self.keepers.pop(index, None):
             keeper.close()
         loading.free(self.blocks[index])
 

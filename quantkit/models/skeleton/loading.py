@@ -21,12 +21,11 @@ READERS = 4  # threads that read a block for an accelerator
 
 @dataclass(frozen=True)
 class FetchedBlock:
-    """A block in host memory. tensors: by name in the block. packed: stored tensors of each packed linear, in
-    `layout`, by the name of its weight in the block."""
+    """A block in host memory. tensors: by name in the block. packed: stored tensors of each packed linear, by
+    the name of its weight in the block."""
 
     tensors: dict[str, Tensor]
     packed: dict[str, PackedLinear]
-    layout: Layout | None
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Loader:
         packed = {name: self.checkpoint.parts(stored[name]) for name in order if name in coded}
         for parts in packed.values():
             parts.update({part: pinned(tensor, self.device) for part, tensor in parts.items()})
-        return FetchedBlock(tensors, packed, self.checkpoint.layout)
+        return FetchedBlock(tensors, packed)
 
     def offset(self, name: str) -> tuple[str, int]:
         """Return file and offset of the model's tensor `name`: a sort key for reading sequentially."""
@@ -91,14 +90,14 @@ class Loader:
         return min(((str(info.file), info.offset) for info in infos), default=("", 0))
 
     def load(self, block: nn.Module, fetched: FetchedBlock) -> None:
-        """Put all tensors of `fetched` into the block."""
+        """Put all tensors of `fetched`, which were read from `checkpoint`, into the block."""
         state = {name: tensor.to(self.device, non_blocking=True) for name, tensor in fetched.tensors.items()}
         block.load_state_dict(state, strict=False, assign=True)
         block.requires_grad_(False)
         for name, parts in fetched.packed.items():
             with naming_errors(parts.linear, parts):
                 local = name.removesuffix(".weight")
-                self.install(block, local, fetched.layout, self.placed(parts), parts.linear)
+                self.install(block, local, self.checkpoint.layout, self.placed(parts), parts.linear)
 
     def placed(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """Move the tensors of a dict to the device, in place, and return the dict."""

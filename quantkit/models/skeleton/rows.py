@@ -9,7 +9,6 @@ the checkpoint or from what a job has made of them (`install`), an accelerator's
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -58,18 +57,15 @@ def forget(model: nn.Module) -> None:
             module.weight = nn.Parameter(module.weight.detach(), requires_grad=False)
 
 
-@dataclass(frozen=True)
 class OnHost:
-    """Rows that are copied from pinned host memory to a device. pieces: the `slices` of the matrix. As one
-    tensor it would take more memory: CUDA's host allocator rounds up to a power of two."""
+    """Rows of a matrix with the shape and dtype of `like`, copied from pinned host memory to a device.
 
-    pieces: list[Tensor]
-    device: torch.device
+    pieces: the `slices` of the matrix. As one tensor it would take more memory: CUDA's host allocator rounds
+    up to a power of two.
+    """
 
-    @staticmethod
-    def of(like: Tensor, rows: Rows, device: torch.device) -> OnHost:
-        """Fetch all rows of a matrix with the shape and dtype of `like`."""
-        return OnHost([pinned(rows(part), device) for part in slices(like)], device)
+    def __init__(self, like: Tensor, rows: Rows, device: torch.device):
+        self.pieces, self.device = [pinned(rows(part), device) for part in slices(like)], device
 
     def __call__(self, rows: slice | Tensor) -> Tensor:
         """Return one of the slices, or the rows with these numbers, in ascending order."""
@@ -90,7 +86,7 @@ def install(model: nn.Module, names: Collection[str], rows: Rows, device: torch.
         setattr(owner, leaf, None)
     away = all(can_stay_away(owner) for owner, _ in owners)
     if away and is_accelerator(device):
-        rows = OnHost.of(values, rows, device)
+        rows = OnHost(values, rows, device)
     elif not away:
         values = torch.empty_like(values, device=device)
         for part in slices(values):
