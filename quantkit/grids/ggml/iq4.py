@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.ggml.block import BlockGrid, BlockParams, Blocks, Encoded, half, join, split
-from quantkit.grids.ggml.kquants import error_weights, mean_square
+from quantkit.grids.ggml.kquants import weights_of
 from quantkit.grids.ggml.search import EPSILON, extreme, inverse, over, refitted, total
 from quantkit.grids.levels import TableLevels, constant, usable
 
@@ -62,21 +62,12 @@ class TableGrid(TableLevels, BlockGrid):
         those of values `step * VALUES[code] - low`."""
         return usable(step / 2), low - step
 
-    def _weights(self, blocks: Blocks) -> Tensor:
-        """Return error weights: x²; with importance, times the root of x² plus twice the mean square, but in
-        a sweep the importance alone."""
-        if blocks.importance is None:
-            return blocks.x * blocks.x
-        if blocks.quick:
-            return blocks.importance
-        return error_weights(blocks.x, blocks.importance, mean_square(blocks.x, 2))
-
 
 class Iq4NlGrid(TableGrid):
     """IQ4_NL: 32 weights share one scale."""
 
     def _encode(self, blocks: Blocks) -> Encoded:
-        d = search(blocks.x, self._weights(blocks))
+        d = search(blocks.x, weights_of(blocks))
         yield BlockParams(half(d))
         yield nearest_codes(blocks.x * inverse(d))
 
@@ -89,7 +80,7 @@ class Iq4XsGrid(TableGrid):
     def _encode(self, blocks: Blocks) -> Encoded:
         n = blocks.x.shape[1]
         x = split(blocks.x, BLOCK)
-        scale = search(x, split(self._weights(blocks), BLOCK)).view(-1, n)
+        scale = search(x, split(weights_of(blocks), BLOCK)).view(-1, n)
         d = extreme(scale) / -32
         scales = (scale * inverse(d)).round_().clamp_(-32, 31).add_(0.0)
         yield BlockParams(half(d), scales.t())

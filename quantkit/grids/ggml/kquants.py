@@ -25,6 +25,16 @@ def mean_square(x: Tensor, factor: float) -> Tensor:
     return total(x * x).mul_(factor).div_(len(x))
 
 
+def weights_of(blocks: Blocks) -> Tensor:
+    """Return error weights: x²; with importance, times the root of x² plus twice the mean square, but in a
+    sweep the importance alone."""
+    if blocks.importance is None:
+        return blocks.x * blocks.x
+    if blocks.quick:
+        return blocks.importance
+    return error_weights(blocks.x, blocks.importance, mean_square(blocks.x, 2))
+
+
 @dataclass(frozen=True)
 class MinGrid(BlockGrid):
     """Q2_K, Q4_K, Q5_K: unsigned scales and mins up to `scale_max`.
@@ -119,10 +129,7 @@ class Q3KGrid(SignedGrid):
             empty = largest == 0
             d, scales = d.masked_fill(empty, 0), scales.masked_fill(empty, -32)
         else:
-            weights = blocks.importance
-            if not blocks.quick:
-                weights = error_weights(blocks.x, weights, mean_square(blocks.x, 2))
-            weights = split(weights, self.sub_size)
+            weights = split(weights_of(blocks), self.sub_size)
             scale, searched = search.make_qx(x, weights, self.offset, blocks.quick)
             d, scales = search.make_qx(scale.view(-1, n), total(weights).view(-1, n), 32)
             scales = scales.sub_(32)
