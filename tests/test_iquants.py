@@ -96,7 +96,7 @@ def test_zeros_leave_what_follows_in_its_place():
 @pytest.mark.parametrize("name", ("IQ2_XXS", "IQ3_S"))
 def test_neighbours_are_those_at_the_smallest_distances(name):
     grid = named(name)
-    book = grid.book
+    book = grid.book()
     starts, counts, ids = book.neighbours
     for number in range(0, len(book.found), 997):
         point = torch.tensor([number // book.base**k % book.base for k in range(book.size)])
@@ -116,7 +116,7 @@ def metric(seed: int) -> torch.Tensor:
 
 def every_vector(grid) -> torch.Tensor:
     """Levels `[vectors, 8]` of all that can be stored for eight weights (of IQ2_XXS 32,768)."""
-    magnitudes = (grid.book.magnitudes * grid.unit)[grid.book.digits].t()
+    magnitudes = (grid.book().magnitudes * grid.unit)[grid.book().digits].t()
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
     signs = 1.0 - 2 * bits[bits.sum(1) % 2 == 0]
     return (magnitudes[:, None] * signs).flatten(0, 1)
@@ -144,8 +144,8 @@ def test_what_is_found_can_be_stored(name):
     codes = torch.empty(levels.shape, dtype=torch.uint8)
     grid.codes(levels, codes)
     assert torch.equal(grid.levels(codes), levels)
-    places = grid.book.found[
-        grid.book.number((codes >> 1).long().view(-1, grid.book.size, 300).transpose(0, 1))
+    places = grid.book().found[
+        grid.book().number((codes >> 1).long().view(-1, grid.book().size, 300).transpose(0, 1))
     ]
     assert (places >= 0).all()
     if grid.even:

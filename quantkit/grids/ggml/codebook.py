@@ -7,7 +7,6 @@ one number, the first digit being the lowest, by which the vector is found in th
 
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Self
 
 import numpy as np
 import torch
@@ -37,10 +36,6 @@ class CodeBook:
     def base(self) -> int:
         """Number of different magnitudes."""
         return len(self.magnitudes)
-
-    def to(self, device: torch.device) -> Self:
-        """Return the book on another device."""
-        return _on_device(self, device) if device.type != "cpu" else self
 
     def number(self, digits: Tensor) -> Tensor:
         """Return the numbers `[...]` of vectors given by digits `[vector_size, ...]`."""
@@ -81,20 +76,16 @@ class CodeBook:
 
 
 @cache
-def named(type_name: str, reach: int = 1) -> CodeBook:
-    """Return the code book of a ggml type; see CodeBook."""
+def named(type_name: str, reach: int, device: torch.device) -> CodeBook:
+    """Return the code book of a ggml type on a device; see CodeBook."""
     from gguf import quants
 
     kind = getattr(quants, type_name)
     kind.init_grid()
     values = torch.from_numpy(np.array(kind.grid)).view(kind.grid_shape).t().contiguous()
     magnitudes = torch.tensor(kind.grid_map, dtype=torch.float32)
-    return CodeBook(torch.searchsorted(magnitudes, values), magnitudes, reach)
-
-
-@cache
-def _on_device(book: CodeBook, device: torch.device) -> CodeBook:
-    return CodeBook(book.digits.to(device), book.magnitudes.to(device), book.reach)
+    digits = torch.searchsorted(magnitudes, values)
+    return CodeBook(digits.to(device), magnitudes.to(device), reach)
 
 
 def nearest_neighbour(

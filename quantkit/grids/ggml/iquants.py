@@ -54,22 +54,22 @@ class CodeBookGrid(BlockGrid):
     search: Search = Search(9, 0.1, 1e-15)
     scale_range = 0.5, LARGEST_SCALE + 0.5
 
-    @property
-    def book(self) -> CodeBook:
-        return codebook.named(self.name, self.distances)
-
     vector_size = SIGNS
 
+    def book(self, device: torch.device | str = "cpu") -> CodeBook:
+        """Return the code book on a device."""
+        return codebook.named(self.name, self.distances, torch.device(device))
+
     def levels(self, codes: Tensor) -> Tensor:
-        magnitudes = self.book.magnitudes * self.unit
-        table = torch.stack([magnitudes, -magnitudes], 1).flatten().to(codes.device)
+        magnitudes = self.book(codes.device).magnitudes * self.unit
+        table = torch.stack([magnitudes, -magnitudes], 1).flatten()
         return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
     _level = levels
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
-        book = self.book.to(levels.device)
-        middles = (book.magnitudes[1:] + book.magnitudes[:-1]) * (self.unit / 2)
+        magnitudes = self.book(levels.device).magnitudes
+        middles = (magnitudes[1:] + magnitudes[:-1]) * (self.unit / 2)
         out.copy_(torch.bucketize(levels.abs(), middles).mul_(2).add_(levels < 0))
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> BlockParams:
@@ -86,7 +86,7 @@ class CodeBookGrid(BlockGrid):
 
     def _steps_of(self, x: Tensor, weights: Tensor) -> Tensor:
         """Return each row's best step, `[rows]`, if every magnitude is rounded on its own."""
-        table = (self.book.magnitudes * self.unit).to(x.device)
+        table = self.book(x.device).magnitudes * self.unit
         middles = (table[1:] + table[:-1]) / 2
         largest = x.amax(1)
         best, steps = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
@@ -103,7 +103,7 @@ class CodeBookGrid(BlockGrid):
     def search_in(self, metric: Tensor) -> VectorSearch:
         """Return a search for the nearest vectors in `metric [vector_size, vector_size]`. Its methods
         `nearest(y, start)` and `cost(missed)` take levels `[vector_size, n]`."""
-        return VectorSearch(self.book.to(metric.device), self.unit, self.even, metric)
+        return VectorSearch(self.book(metric.device), self.unit, self.even, metric)
 
     def moved(self, params: BlockParams, k: int, change: Tensor | int) -> BlockParams:
         """Return parameters in which the scale of sub-block k grows by `change`, `[rows]` or one number."""
@@ -148,7 +148,7 @@ class CodeBookGrid(BlockGrid):
         x, importance = blocks.x, blocks.importance
         power = mean_square(x, self.search.power)
         if importance is None and self.unweighted:
-            return x * x if self.book.size == 4 else x * x + power * 0.25
+            return x * x if self.book().size == 4 else x * x + power * 0.25
         return error_weights(x, torch.ones_like(x) if importance is None else importance, power)
 
 
@@ -167,7 +167,7 @@ class _SubBlocks:
     """Sub-blocks in the search, as columns: `size` and `weights`, both `[sub_size, n]`."""
 
     def __init__(self, grid: CodeBookGrid, size: Tensor, weights: Tensor):
-        self.search, self.book = grid.search, grid.book.to(size.device)
+        self.search, self.book = grid.search, grid.book(size.device)
         self.size, self.weights = size, weights
         self.digits = self.book.digits.float()
         self.odd = self.digits * 2 + 1

@@ -150,7 +150,7 @@ def _widths(type_name: str) -> list[int]:
     sub_blocks = grid.group_size // grid.sub_size
     counts = {"codes": grid.group_size, "scales": sub_blocks, "scales_and_mins": 2 * sub_blocks}
     if isinstance(grid, CodeBookGrid):
-        counts |= {"places": grid.group_size // grid.book.size, "signs": grid.group_size // SIGNS}
+        counts |= {"places": grid.group_size // grid.book().size, "signs": grid.group_size // SIGNS}
     zeros = {name: torch.zeros(1, count, dtype=torch.int64) for name, count in counts.items()}
     zeros |= dict.fromkeys(("d", "dmin", "m"), torch.zeros(1))
     return [part.pack(zeros).shape[1] for part in BLOCKS[type_name]]
@@ -159,7 +159,7 @@ def _widths(type_name: str) -> list[int]:
 def _vectors(grid: CodeBookGrid, codes: Tensor) -> dict[str, Tensor]:
     """Return code-book indices and signs (eight in a number), int64 `[blocks, n]` each, of codes uint8
     `[blocks, group_size]`. Types that store only seven of eight signs have an even number of minus signs."""
-    book = grid.book.to(codes.device)
+    book = grid.book(codes.device)
     digits = (codes >> 1).long().unflatten(1, (-1, book.size)).permute(2, 0, 1)
     signs = (codes & 1).long().unflatten(1, (-1, SIGNS)) << torch.arange(SIGNS, device=codes.device)
     return {"places": book.found[book.number(digits)], "signs": signs.sum(2)}
@@ -170,5 +170,5 @@ def _codes(grid: CodeBookGrid, places: Tensor, signs: Tensor) -> Tensor:
     bits = signs[..., None] >> torch.arange(SIGNS, device=places.device) & 1
     if grid.even:
         bits[..., -1] = bits[..., :-1].sum(-1) & 1
-    digits = grid.book.to(places.device).digits[:, places].permute(1, 2, 0).flatten(1)
+    digits = grid.book(places.device).digits[:, places].permute(1, 2, 0).flatten(1)
     return (2 * digits + bits.flatten(1)).to(torch.uint8)
