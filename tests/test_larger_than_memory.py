@@ -481,7 +481,7 @@ def test_a_limit_is_told_in_figures_of_one_moment_that_add_up(
 
 
 def test_a_limit_above_what_the_machine_has_is_not_blamed(quantkit, tiny_model, monkeypatch):
-    monkeypatch.setattr(plan, "host_memory", lambda: 1000)
+    monkeypatch.setattr(plan, "room", lambda: Room(1000))
     monkeypatch.setattr(plan, "free_memory", lambda device: 1000)
     done = quantkit("nf4", tiny_model("llama"), "--max-memory", "50GB", "-q")
     error, hint = done.err.splitlines()
@@ -494,7 +494,7 @@ def test_where_calibration_does_not_decide_the_peak_its_flags_are_not_named(
     quantkit, tiny_model, monkeypatch, free, words
 ):
     """Predictions for a large vocabulary take more than all else."""
-    monkeypatch.setattr(plan, "host_memory", lambda: free)
+    monkeypatch.setattr(plan, "room", lambda: Room(free))
     monkeypatch.setattr(plan, "free_memory", lambda device: free)
     model = tiny_model("llama", tokenizer=True, vocab_size=60000)
     done = quantkit("gptq", model, "--samples", "8", "--seqlen", "32", "-q")

@@ -179,9 +179,9 @@ def _precision(precision: str | None) -> Iterator[None]:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free bytes of the device; for the CPU, those of the host."""
+    """Return the free bytes of the device; for the CPU, those that `memory.room` leaves."""
     if not is_accelerator(device):
-        return host_memory()
+        return memory.room().nbytes
     module = torch.get_device_module(device)
     if hasattr(module, "mem_get_info"):
         reusable = getattr(module, "memory_reserved", lambda device: 0)(device)
@@ -201,11 +201,6 @@ def accelerators() -> Iterator[tuple[str, str, int, int]]:
         reports = hasattr(module, "mem_get_info")
         total = module.mem_get_info(device)[1] if reports else module.recommended_max_memory()
         yield str(device), getattr(module, "get_device_name", str)(device), free_memory(device), total
-
-
-def host_memory() -> int:
-    """Return the bytes of host memory that this process may still allocate: see `memory.room`."""
-    return memory.room().nbytes
 
 
 def synchronize(device: torch.device) -> None:

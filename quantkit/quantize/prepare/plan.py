@@ -15,7 +15,7 @@ import torch
 from quantkit.errors import RESOURCES, USAGE, QuantkitError, count, require
 from quantkit.layouts import LinearSpec, Statistic
 from quantkit.models.machine import distributed
-from quantkit.models.machine.device import free_memory, host_memory, is_accelerator
+from quantkit.models.machine.device import free_memory, is_accelerator
 from quantkit.models.machine.expert_share import ROUTED
 from quantkit.models.machine.memory import Limit, room
 from quantkit.models.skeleton import Skeleton
@@ -150,7 +150,7 @@ class FreeMemory:
         """Return the smallest free memory over all ranks, within --max-memory."""
         limit = Limit.of(None if max_memory is None else size_bytes(max_memory, "--max-memory"))
         limits = [limit.left] if limit else []
-        host = min(distributed.all_gather(min([host_memory(), *limits])))
+        host = min(distributed.all_gather(min([room().nbytes, *limits])))
         free = min([free_memory(device), *([] if is_accelerator(device) else limits)])
         free = min(distributed.all_gather(free))
         return FreeMemory(free, host if is_accelerator(device) else free, device, limit)
