@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from quantkit.grids.float8 import LARGEST_FLOAT8, TOP, nearest
-from quantkit.grids.fp4 import mx_scale
+from quantkit.grids.fp4 import LARGEST_FP4, mx_scale
 from quantkit.layouts.compressed_tensors.forms import Numbers
 
-FP4_MAX = 6.0  # largest e2m1
 FP4_EPS = 0.125  # replaces an e4m3 scale of 0
 
 
@@ -68,7 +67,7 @@ def _rounded_fp4(groups: Tensor, divisor: Tensor | None) -> Tensor:
     if divisor is None:  # scale the largest value to 3.5 to 7 by a power of two, then clip at 6
         step = mx_scale(largest, 2)
     else:
-        scale = nearest(largest / FP4_MAX * divisor)
+        scale = nearest(largest / LARGEST_FP4 * divisor)
         step = torch.where(scale == 0, FP4_EPS, scale) / divisor
     return to_fp4(groups / step) * step
 
@@ -77,4 +76,4 @@ def to_fp4(x: Tensor) -> Tensor:
     """Return the nearest values of e2m1; ties go to even."""
     size = x.abs()
     coarse = torch.where(size < 4, x.round(), (x / 2).round() * 2)
-    return torch.where(size < 2, (x * 2).round() / 2, coarse).clamp(-FP4_MAX, FP4_MAX)
+    return torch.where(size < 2, (x * 2).round() / 2, coarse).clamp(-LARGEST_FP4, LARGEST_FP4)

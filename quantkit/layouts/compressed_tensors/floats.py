@@ -12,7 +12,6 @@ from quantkit.layouts._packing import column_groups
 from quantkit.layouts.compressed_tensors.forms import Form, Numbers, described
 
 FP4_MOST = 448.0 * 6.0  # that e4m3 times e2m1 can be
-MX_BIAS = 127
 
 
 @dataclass(frozen=True)
@@ -147,10 +146,10 @@ class MxFp4Packed(Form):
         return {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": self._scales(weight)}
 
     def _scales(self, weight: grids.QuantizedWeight) -> torch.Tensor:
-        return (torch.frexp(weight.params.scale).exponent + MX_BIAS - 1).to(torch.uint8).contiguous()
+        return (torch.frexp(weight.params.scale).exponent + fp4.MX_BIAS - 1).to(torch.uint8).contiguous()
 
     def decode(self, tensors: Tensors, spec: LinearSpec) -> grids.QuantizedWeight:
-        scale = fp4.powers_of_two(tensors["weight_scale"].int() - MX_BIAS)
+        scale = fp4.powers_of_two(tensors["weight_scale"].int() - fp4.MX_BIAS)
         params = fp4.Fp4Params(scale, torch.ones_like(scale))
         return grids.QuantizedWeight(fp4.MxFp4Grid(), _codes(tensors), params)
 
@@ -182,7 +181,7 @@ class MxFp8(MxFp4Packed):
         return {"weight": weight.codes.contiguous().view(float8.FLOAT8), "weight_scale": self._scales(weight)}
 
     def decode(self, tensors: Tensors, spec: LinearSpec) -> grids.QuantizedWeight:
-        params = float8.Float8Params(fp4.powers_of_two(tensors["weight_scale"].int() - MX_BIAS))
+        params = float8.Float8Params(fp4.powers_of_two(tensors["weight_scale"].int() - fp4.MX_BIAS))
         return grids.QuantizedWeight(float8.MxFp8Grid(), tensors["weight"].view(torch.uint8), params)
 
 

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all, require
 from quantkit.grids.ggml import TYPES
 from quantkit.layouts.ggml import GgmlLayout
-from quantkit.layouts.ggml.blocks import decode_rows
+from quantkit.layouts.ggml.blocks import PLAIN, decode_rows
 from quantkit.models.files import checksums, gguf_shards, reading
 from quantkit.models.files.checkpoint import Checkpoint, PackedLinear
 from quantkit.models.files.headers import Contents
@@ -29,7 +29,6 @@ from quantkit.models.gguf.file_types import SCALED
 from quantkit.models.gguf.mixtures import scale_of
 from quantkit.models.gguf.tensors import Target
 
-PLAIN = ("F32", "F16", "BF16")
 NO_WEIGHTS = ("F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K")  # types of intermediate results
 INPUT_SCALE = ".input_scale"
 CHUNK = 1 << 20  # weights decoded at a time

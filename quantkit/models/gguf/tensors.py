@@ -29,7 +29,6 @@ STACKED = re.compile(r"(.+)\.norms\.\d+(\.weight)")  # the file stacks the norms
 BUFFERS = re.compile(  # buffers in older checkpoints, which transformers computes today
     r"rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|self_attention\.(masked_)?bias"
 )
-HEAD = "output.weight"
 KINDS = gguf.MODEL_TENSOR.FFN_GATE_EXP, gguf.MODEL_TENSOR.FFN_UP_EXP, gguf.MODEL_TENSOR.FFN_DOWN_EXP
 BALANCE = re.compile(r"(?:\.gate(?=\.moe_statics))?(\.moe_statics|\.gate|\.mlp)\.e_score_correction_bias$")
 
@@ -204,7 +203,7 @@ def _targets(arch: Architecture, model: nn.Module, config: PretrainedConfig) -> 
     names = gguf.get_tensor_name_map(model_arch, config.num_hidden_layers)
     for stack, parameters in stacks.items():
         name = stack if stack in stacked else _named(names, f"{model.base_model_prefix}.", stack)
-        if name is None or name in targets or (name == HEAD and arch.head == "never"):
+        if name is None or name in targets or (name == mixtures.OUTPUT and arch.head == "never"):
             lost += parameters
             continue
         shape = shapes[parameters[0]]
@@ -253,7 +252,7 @@ def _experts(model: nn.Module) -> dict[str, str]:
 def _named(names: gguf.TensorNameMap, prefix: str, name: str) -> str | None:
     """Return llama.cpp's name of a model's parameter, by the name map of the `gguf` package."""
     if name == "lm_head.weight":  # absent from the map of families whose head is always tied
-        return HEAD
+        return mixtures.OUTPUT
     name = BALANCE.sub(r"\1.e_score_correction.bias", name).replace(".dt_bias", ".dt_proj.bias")
     spellings = (name, name.removeprefix(prefix), name.replace(".router.", ".router.layer."))
     mapped = (names.get_name(spelling, (".weight", ".bias")) for spelling in spellings)

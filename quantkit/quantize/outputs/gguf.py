@@ -24,14 +24,13 @@ from torch import Tensor
 from quantkit.errors import USAGE, QuantkitError, count, name_all
 from quantkit.grids.ggml import TYPES, named
 from quantkit.layouts import Layout, LinearSpec, Statistic
-from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, separate_scale, vanished
+from quantkit.layouts.ggml.blocks import PLAIN, decode_rows, encode_rows, separate_scale, vanished
 from quantkit.models.files import card, checksums, gguf_file, gguf_shards, gguf_writer, reading
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.gguf_writer import Entry, in_files, in_shards
 from quantkit.models.files.headers import LOSS, Contents
 from quantkit.models.files.reading import Computed
 from quantkit.models.files.safetensors_folder import TensorInfo
-from quantkit.models.gguf.checkpoint import PLAIN
 from quantkit.models.gguf.imatrix import Imatrix
 from quantkit.models.gguf.mixtures import EMBEDDING, OUTPUT, scale_of, stays_float
 from quantkit.models.gguf.tensors import Target
