@@ -27,21 +27,17 @@ class Half:
         return {self.name: packed.view(torch.float16)[:, 0].float()}
 
 
-@dataclass(frozen=True)
 class PowerOfTwo:
-    """A parameter `[blocks]` that is half of a power of two, stored as exponent plus 127 in one byte."""
-
-    name: str
+    """d `[blocks]` if it is half of a power of two, stored as exponent plus 127 in one byte."""
 
     def pack(self, values: Values) -> Tensor:
-        return (torch.frexp(values[self.name]).exponent + 127)[:, None].to(torch.uint8)
+        return (torch.frexp(values["d"]).exponent + 127)[:, None].to(torch.uint8)
 
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
         exponent = packed[:, 0].to(torch.int32) - 127
-        return {self.name: torch.ldexp(torch.full_like(exponent, 0.5, dtype=torch.float32), exponent)}
+        return {"d": torch.ldexp(torch.full_like(exponent, 0.5, dtype=torch.float32), exponent)}
 
 
-@dataclass(frozen=True)
 class E4m3:
     """Scales as 8-bit floats without a sign. As in llama.cpp's code for CPUs and the `gguf` package, 0x7F is
     0 and 0xFF is NO_SIGN; no encoder writes either."""
@@ -113,7 +109,6 @@ class Words:
         return integers
 
 
-@dataclass(frozen=True)
 class SixBitPairs:
     """Eight 6-bit scales and mins in 12 bytes. Bytes 0 to 7: the first four scales, then the first four mins,
     with the high bits of the last four above them. Bytes 8 to 11: the low nibbles of the last four."""
@@ -158,6 +153,6 @@ BLOCKS = {
     "IQ2_S": (D, PLACES, SIGNS, Bits("places", 8, 2, 1), SCALES),
     "IQ3_XXS": (D, PLACES, Words(4, (("signs", 0, 7, 4), ("scales", 0, 4, 1)))),
     "IQ3_S": (D, PLACES, Bits("places", 8, 1, 1), SIGNS, SCALES),
-    "MXFP4": (PowerOfTwo("d"), NIBBLES),
+    "MXFP4": (PowerOfTwo(), NIBBLES),
     "NVFP4": (E4m3(), Bits("codes", 0, 4, 8)),
 }

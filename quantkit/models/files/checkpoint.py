@@ -115,10 +115,9 @@ class Checkpoint:
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return one tensor's values; a packed linear's weight is decoded to `[out, in]`."""
         if self.is_quantized(name):
-            linear = name.removesuffix(".weight")
             parts = self.parts(name)
-            with layouts.naming_errors(linear, parts):
-                values = self.layout.at(linear).values(parts)
+            with layouts.naming_errors(parts.linear, parts):
+                values = self.layout.at(parts.linear).values(parts)
             return values if dtype is None else values.to(dtype)
         return self.load(name, dtype)
 

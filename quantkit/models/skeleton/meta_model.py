@@ -167,9 +167,8 @@ def replace_conv1d(model: nn.Module) -> set[str]:
     """Replace GPT-2's Conv1D (`[in, out]`) by nn.Linear. Returns the names of weights to transpose."""
     modules = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
     for name, module in modules.items():
-        owner, _, leaf = name.rpartition(".")
         in_features, out_features = module.weight.shape
         with torch.device("meta"):
             linear = nn.Linear(in_features, out_features, dtype=module.weight.dtype)
-        setattr(model.get_submodule(owner), leaf, linear)
+        model.set_submodule(name, linear)
     return {f"{name}.weight" for name in modules}
