@@ -1,7 +1,7 @@
 """Methods, picked by name: one file each, with one subclass of `Method` and its `Options`.
 
-A method is a preset of solver, transform, grid, layout and output. torch is imported inside functions, so
-that `--help` stays fast and plans do not need it.
+A method is a preset of solver, transform, grid, layout and output. torch is imported inside functions or by
+`layouts/_late.py`, so that `--help` stays fast and plans do not need it.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from quantkit.errors import USAGE, require
 from quantkit.layouts import Layout, Width
+from quantkit.layouts._late import affine
 from quantkit.layouts.awq import AwqLayout
 from quantkit.options import option
 from quantkit.quantize.methods import MethodOptions, Work, _options
 from quantkit.quantize.methods._affine import AffineMethod
 
 if TYPE_CHECKING:
-    from quantkit.grids.affine import AffineGrid
     from quantkit.quantize.solvers import Solver
     from quantkit.quantize.transforms.awq import AwqScaling
 
@@ -72,13 +72,11 @@ class Awq(AffineMethod):
         what = f"--candidates {self.options.candidates} leaves nothing to search"
         require(self.options.candidates >= 2, what, "choose 2 or more", USAGE)
 
-    def grid(self, width: Width, name: str) -> AffineGrid:
-        from quantkit.grids.affine import AffineGrid
-
+    def grid(self, width: Width, name: str) -> affine.AffineGrid:
         feedback, leaf = self.options.solver != "rtn", name.rpartition(".")[2]
         clip = self.options.search_scale and not feedback and not leaf.startswith(UNCLIPPED)
         signed, width = self.options.signed_scales, (width.bits, width.group_size, width.symmetric)
-        return AffineGrid(*width, search=feedback, clip=clip, signed=signed)
+        return affine.AffineGrid(*width, search=feedback, clip=clip, signed=signed)
 
     def transform(self, solver: Solver) -> AwqScaling:
         """Return the scaling of each block."""

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from quantkit.errors import USAGE, require
 from quantkit.layouts import Layout, Width
+from quantkit.layouts._late import fp4 as grids
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.floats import MxFp4Packed, NvFp4Packed
 from quantkit.layouts.mlx import MlxLayout
 from quantkit.layouts.modelopt import ModelOptLayout
 from quantkit.options import option
 from quantkit.quantize.methods import Method, MethodOptions, Work, _options
-
-if TYPE_CHECKING:
-    from quantkit.grids.fp4 import Fp4Grid
 
 FORMATS = {"nvfp4": NvFp4Packed, "mxfp4": MxFp4Packed}
 
@@ -84,8 +82,6 @@ class Fp4(Method):
     def width(self, in_features: int) -> Width:
         return Width(4, FORMATS[self.options.format].GROUP)
 
-    def grid(self, width: Width, name: str) -> Fp4Grid:
-        from quantkit.grids.fp4 import MxFp4Grid, NvFp4Grid
-
-        kind = {"nvfp4": NvFp4Grid, "mxfp4": MxFp4Grid}[self.options.format]
+    def grid(self, width: Width, name: str) -> grids.Fp4Grid:
+        kind = {"nvfp4": grids.NvFp4Grid, "mxfp4": grids.MxFp4Grid}[self.options.format]
         return kind(search=self.options.search_scale)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from quantkit.errors import USAGE, require
 from quantkit.layouts import Layout, Width
+from quantkit.layouts._late import float8
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.floats import FloatQuantized, MxFp8
 from quantkit.layouts.fp8 import Fp8Layout
@@ -14,9 +15,6 @@ from quantkit.layouts.mlx import MlxLayout
 from quantkit.layouts.modelopt import ModelOptLayout
 from quantkit.options import option
 from quantkit.quantize.methods import Method, MethodOptions, Work, _options
-
-if TYPE_CHECKING:
-    from quantkit.grids.float8 import Float8Grid
 
 LAYOUTS = {"fp8": ("compressed-tensors", "deepseek", "modelopt"), "mxfp8": ("compressed-tensors", "mlx")}
 BLOCK = 128  # the only one that engines have kernels for
@@ -117,13 +115,11 @@ class Fp8(Method):
         group = MxFp8.GROUP if self.options.format == "mxfp8" else self._block
         return Width(8, group or in_features)
 
-    def grid(self, width: Width, name: str) -> Float8Grid:
-        from quantkit.grids.float8 import WHOLE, Float8Grid, MxFp8Grid
-
+    def grid(self, width: Width, name: str) -> float8.Float8Grid:
         options = self.options
         if options.format == "mxfp8":
-            return MxFp8Grid()
+            return float8.MxFp8Grid()
         scales = "bfloat16" if options.layout == "compressed-tensors" else "float32"
         search = options.search_scale or options.solver != "rtn"
-        rows = WHOLE if options.static and options.layout == "modelopt" else self._block or 1
-        return Float8Grid(width.group_size, rows, search, scales)
+        rows = float8.WHOLE if options.static and options.layout == "modelopt" else self._block or 1
+        return float8.Float8Grid(width.group_size, rows, search, scales)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.layouts import Layout, Width
+from quantkit.layouts._late import affine
 from quantkit.layouts.gptq import SPLIT, GptqLayout
 from quantkit.options import option
 from quantkit.quantize.methods import MethodOptions, Work, _options
 from quantkit.quantize.methods._affine import AffineMethod
-
-if TYPE_CHECKING:
-    from quantkit.grids.affine import AffineGrid
 
 INPUTS = ("16bit", "fp8", "int8")
 ALONE = "of 5 to 7 bits the gptq layout loads in GPTQModel alone, --layout compressed-tensors in transformers"
@@ -111,12 +109,10 @@ class Gptq(AffineMethod):
         hint = "leave it out: zero points of 0 are no trouble there; or use --layout gptq"
         require(options.checkpoint_format == "gptq", what, hint, USAGE)
 
-    def grid(self, width: Width, name: str) -> AffineGrid:
-        from quantkit.grids.affine import AffineGrid
-
+    def grid(self, width: Width, name: str) -> affine.AffineGrid:
         layout = self.layout
         zero_min = layout.zero_min if isinstance(layout, GptqLayout) else 0
-        search = self.options.search_scale
+        given = width.bits, width.group_size, width.symmetric, zero_min, self.options.search_scale
         # W4A8: vLLM's kernel reads scales as unsigned integers (issue 48905)
         signed = self.options.signed_scales and self.options.activations == "16bit"
-        return AffineGrid(width.bits, width.group_size, width.symmetric, zero_min, search, signed=signed)
+        return affine.AffineGrid(*given, signed=signed)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from quantkit.layouts import Width
+from quantkit.layouts._late import int8
 from quantkit.layouts.bitsandbytes import Int8Layout
 from quantkit.options import check_value, option
 from quantkit.quantize.methods import BuiltMethod, Method, MethodOptions, Work
 
 if TYPE_CHECKING:
-    from quantkit.grids.int8 import Int8Grid
     from quantkit.models.skeleton import Skeleton
 
 
@@ -44,10 +44,8 @@ class Int8(Method):
     def width(self, in_features: int) -> Width:
         return Width(8, in_features)
 
-    def grid(self, width: Width, name: str) -> Int8Grid:
-        from quantkit.grids.int8 import Int8Grid
-
-        return Int8Grid(width.group_size)
+    def grid(self, width: Width, name: str) -> int8.Int8Grid:
+        return int8.Int8Grid(width.group_size)
 
     def build(self, skeleton: Skeleton | None = None, calibrated: bool = False) -> BuiltMethod:
         """Return the parts of a job. Calibration text only counts outlier columns; codes are the same."""

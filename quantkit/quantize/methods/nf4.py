@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from quantkit.layouts import Width
+from quantkit.layouts._late import nf4
 from quantkit.layouts.bitsandbytes import BLOCK, Nf4Layout
 from quantkit.options import option
 from quantkit.quantize.methods import Method, MethodOptions, Work, _options
-
-if TYPE_CHECKING:
-    from quantkit.grids.nf4 import Nf4Grid
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,5 @@ class Nf4(Method):
     def width(self, in_features: int) -> Width:
         return Width(4, BLOCK)
 
-    def grid(self, width: Width, name: str) -> Nf4Grid:
-        from quantkit.grids.nf4 import Nf4Grid
-
-        return Nf4Grid(self.options.double_quant)
+    def grid(self, width: Width, name: str) -> nf4.Nf4Grid:
+        return nf4.Nf4Grid(self.options.double_quant)

@@ -7,13 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.layouts import Width
+from quantkit.layouts._late import affine
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout, schemes
 from quantkit.layouts.compressed_tensors.integers import IntQuantized
 from quantkit.options import option
 from quantkit.quantize.methods import Method, MethodOptions, Work, _options
 
 if TYPE_CHECKING:
-    from quantkit.grids.affine import AffineGrid
     from quantkit.quantize.solvers import Solver
     from quantkit.quantize.transforms.smooth import SmoothScaling
 
@@ -52,10 +52,8 @@ class W8a8(Method):
     def width(self, in_features: int) -> Width:
         return Width(8, in_features)
 
-    def grid(self, width: Width, name: str) -> AffineGrid:
-        from quantkit.grids.affine import AffineGrid
-
-        return AffineGrid(8, width.group_size, search=self.options.search_scale)
+    def grid(self, width: Width, name: str) -> affine.AffineGrid:
+        return affine.AffineGrid(8, width.group_size, search=self.options.search_scale)
 
     def transform(self, solver: Solver) -> SmoothScaling | None:
         """Return the smoothing of each block, which simulates how clients round inputs."""
