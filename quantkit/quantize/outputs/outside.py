@@ -1,8 +1,7 @@
 """Embedding and head outside the loop: quantized before the first block, so that all blocks run with them."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -91,7 +90,10 @@ def install_embedding(
             statistics = measure_head()
         packed, fallback = solved_rows(weight, spec.grid, layout, material, solver, statistics, tied)
         del statistics
-    rows = partial(_decoded, layout, packed, skeleton.dtype)
+
+    def rows(part: slice) -> Tensor:
+        return layout.values({name: tensor[part] for name, tensor in packed.items()}).to(skeleton.dtype)
+
     replace_parameter(skeleton, name, (), rows)
     if weight is not None:
         weight = weight.to(skeleton.dtype)
@@ -101,7 +103,3 @@ def install_embedding(
         record = {"name": spec.name, "error": error, "rtn_error": None, "fallback": fallback, "notes": []}
         parts.finish([record | {"weight_error": error}])
         staging.wait()
-
-
-def _decoded(layout: Layout, packed: Mapping[str, Tensor], dtype: torch.dtype, rows: slice) -> Tensor:
-    return layout.values({name: tensor[rows] for name, tensor in packed.items()}).to(dtype)

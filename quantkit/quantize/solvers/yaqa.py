@@ -14,7 +14,7 @@ rows. Rows with large curvature come first.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -31,15 +31,13 @@ from quantkit.quantize.solvers.order import column_order, group_order, restored
 from quantkit.quantize.solvers.refine import both_sides, by_vector
 
 YAQA_ROWS = 32  # rows of one sweep, quantized independently
+OUTPUT_DAMP = 0.03  # share of G's mean diagonal that is added to its diagonal
 INDEFINITE = "its curvature is not positive definite: quantized by its inputs alone"
 UNREACHED = "no gradient reached it: quantized by its inputs alone"
 
 
-@dataclass(frozen=True)
 class YaqaSolver(GptqSolver):
-    """GPTQ's options, and output_damp: share of G's mean diagonal that is added to its diagonal."""
-
-    output_damp: float = 0.03
+    """Two-sided error feedback with GPTQ's options."""
 
     @property
     def needs(self) -> frozenset[Statistic]:
@@ -92,7 +90,7 @@ class YaqaSolver(GptqSolver):
         order = column_order(hessian.diagonal(), grid, self.act_order)
         rows = torch.argsort(curvature.diagonal(), descending=True, stable=True)
         A, damping, _ = factorize(hessian, self.damp, order)
-        B, output_damping, _ = factorize(curvature, self.output_damp, rows)
+        B, output_damping, _ = factorize(curvature, OUTPUT_DAMP, rows)
         H, G = damped(hessian, order, damping), damped(curvature, rows, output_damping)
         fixed = []
         if grid.spans_matrix:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.errors import RESOURCES, USAGE, DamagedError, QuantkitError, full_disk, name_all, require
@@ -26,7 +27,7 @@ from quantkit.models.files import checksums, gguf_shards, safetensors_folder, un
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.options import MOST_THREADS
 from quantkit.quantize.staging import may_replace
-from quantkit.quantize.staging.blocks import StagedBlocks, replacing, save, sync
+from quantkit.quantize.staging.blocks import StagedBlocks, replacing, sync
 from quantkit.quantize.staging.fingerprint import differences
 
 REST = "rest.safetensors"
@@ -221,9 +222,10 @@ class Staging(StagedBlocks):
             self._writing.popleft().result()
 
     def write_rest(self, tensors: dict[str, Tensor]) -> None:
-        """Stage tensors outside the blocks."""
+        """Stage tensors outside the blocks, all of them or none."""
         if not self.follows:
-            save(self.folder / REST, tensors)
+            with replacing(self.folder / REST) as file:
+                save_file(tensors, file, metadata={"format": "pt"})
 
     def rest(self) -> dict[str, TensorInfo]:
         """Return file and offset of staged tensors outside the blocks, by the names given to `write_rest`."""
