@@ -29,10 +29,6 @@ def estimate(record: dict | None, sign: str = "") -> str:
     return f"{value:{sign}{'.3g' if large else '.3f'}} ± {error}"
 
 
-def bits(value: float) -> str:
-    return f"{value:.2f}"
-
-
 def at(path: str, write: Callable[[Any], str]) -> Callable[[dict], str]:
     """Return a function from a record to the text of its value at `path`; a dash if there is none."""
 
@@ -46,11 +42,11 @@ def at(path: str, write: Callable[[Any], str]) -> Callable[[dict], str]:
 COLUMNS: Columns = {  # the most important first: narrow terminals cut a table in two
     "kv bits": (
         "bits per value of a quantized key/value cache, scales included",
-        at("kv.bytes_per_value", lambda nbytes: bits(8 * nbytes)),
+        at("kv.bytes_per_value", lambda nbytes: f"{8 * nbytes:.2f}"),
     ),
     "size": ("bytes of all tensors", at("size.weight_bytes", megabytes)),
-    MODEL_BITS: ("per weight over the whole model", at("size.bits_per_weight", bits)),
-    "bits/weight": ("of quantized matrices", at("size.bits_per_quantized_weight", bits)),
+    MODEL_BITS: ("per weight over the whole model", at("size.bits_per_weight", "{:.2f}".format)),
+    "bits/weight": ("of quantized matrices", at("size.bits_per_quantized_weight", "{:.2f}".format)),
     "perplexity": ("± standard error", at("metrics.ppl", estimate)),
     "Δ perplexity": (
         "from the first model, ± standard error of paired tokens",

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from quantkit.errors import count, name_all
-from quantkit.evaluation.comparison.columns import NOTHING, Columns, at, bits, number
+from quantkit.evaluation.comparison.columns import NOTHING, Columns, at, number
 from quantkit.evaluation.comparison.figures import Axis, Figure, Line, Point, Series
 from quantkit.evaluation.comparison.report import Report, Table
 from quantkit.tables import MODEL_BITS, figure, megabytes, size
@@ -52,9 +52,9 @@ def table(
 COLUMNS: Columns = {  # for a model's record that is merged with a point's
     "engine": ("kernels that multiply by the weights; decoded: quantkit decoded the weights first", engine),
     "size": ("bytes of all tensors, as stored", at("size.weight_bytes", megabytes)),
-    MODEL_BITS: ("per weight over the whole model", at("size.bits_per_weight", bits)),
+    MODEL_BITS: ("per weight over the whole model", at("size.bits_per_weight", "{:.2f}".format)),
     "KL div.": ("KL divergence from the first model of --quality", at("quality.kld", number)),
-    "ppl": ("perplexity of --quality", at("quality.perplexity", bits)),
+    "ppl": ("perplexity of --quality", at("quality.perplexity", "{:.2f}".format)),
     "decode/s": ("new tokens a second after the first, all sequences", at("decode.median", figure)),
     "ratio": ("decode/s as a multiple of the first model's, in this run", at("ratio", "{:.2f}×".format)),
     "±": ("median deviation of decode/s between runs", at("decode.mad", "{:.0%}".format)),
