@@ -94,6 +94,12 @@ class StagedBlocks:
         self._whole.add(index)
 
 
+def save(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a file of tensors, completely or not at all."""
+    with replacing(path) as file:
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
 @contextmanager
 def replacing(path: Path, lasting: bool = True) -> Iterator[Path]:
     """Yield the path of a temporary file that replaces `path`. lasting: sync file and folder."""

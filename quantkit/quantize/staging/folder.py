@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.errors import RESOURCES, USAGE, DamagedError, QuantkitError, full_disk, name_all, require
@@ -27,7 +26,7 @@ from quantkit.models.files import checksums, gguf_shards, safetensors_folder, un
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.options import MOST_THREADS
 from quantkit.quantize.staging import may_replace
-from quantkit.quantize.staging.blocks import StagedBlocks, replacing, sync
+from quantkit.quantize.staging.blocks import StagedBlocks, replacing, save, sync
 from quantkit.quantize.staging.fingerprint import differences
 
 REST = "rest.safetensors"
@@ -222,10 +221,9 @@ class Staging(StagedBlocks):
             self._writing.popleft().result()
 
     def write_rest(self, tensors: dict[str, Tensor]) -> None:
-        """Stage tensors outside the blocks, all of them or none."""
+        """Stage tensors outside the blocks."""
         if not self.follows:
-            with replacing(self.folder / REST) as file:
-                save_file(tensors, file, metadata={"format": "pt"})
+            save(self.folder / REST, tensors)
 
     def rest(self) -> dict[str, TensorInfo]:
         """Return file and offset of staged tensors outside the blocks, by the names given to `write_rest`."""
