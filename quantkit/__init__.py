@@ -15,6 +15,10 @@ class Room(ModuleType):
         return getattr(import_module("quantkit.api"), self.__name__.rpartition(".")[2])(*arguments, **options)
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.errors import USAGE, refuse_problems, require
 from quantkit.errors import QuantkitError as QuantkitError
-from quantkit.errors import refuse_problems
 from quantkit.quantize.prepare import recipe
-from quantkit.quantize.prepare.values import filled
+from quantkit.quantize.prepare.values import filled, keys_of, refuse_unknown
 from quantkit.quantize.progress import Progress
 
 if TYPE_CHECKING:
@@ -54,7 +54,9 @@ def quantize(
 
     An interrupted job keeps its finished blocks: call again with resume=True.
     """
-    places = {name: os.fspath(place) for name, place in (("model", model), ("output", output)) if place}
+    places = {
+        name: os.fspath(place) for name, place in (("model", model), ("output", output)) if place is not None
+    }
     request = recipe.merge(
         recipe.of_options(method, options | places), (), {}, revision=revision, offline=offline,
         trust_remote_code=trust_remote_code, resume=resume, overwrite=overwrite,
@@ -85,7 +87,8 @@ def evaluate(
     from quantkit.evaluation.settings import EvalSettings
 
     named = [models] if isinstance(models, str | os.PathLike) else models
-    asked = filled(EvalSettings, options | ({"text": os.fspath(text)} if text else {}), "evaluate")
+    require(named, "evaluate has no model", "give a folder, a GGUF file or a hub id", USAGE)
+    asked = filled(EvalSettings, options | ({} if text is None else {"text": os.fspath(text)}), "evaluate")
     with _listening(progress) as listener:
         from quantkit.evaluation import runs
 
@@ -110,15 +113,15 @@ def inspect(
 
 
 def plan(
-    model: Place | None = None, *, params: str | None = None, revision: str | None = None,
+    model: Place | None = None, *, params: str | float | None = None, revision: str | None = None,
     offline: bool = False, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return whether a model fits a device, its speed there, and the needs of jobs. params: such as 70B."""
+    """Return whether a model fits a device, its speed there, and the needs of jobs. params: "70B" or 70e9."""
     from quantkit.capacity import forecast
     from quantkit.capacity.question import Question
 
     question = filled(Question, options, "plan")
-    return forecast.answer(model and os.fspath(model), params, question, revision, offline)
+    return forecast.answer(model and os.fspath(model), params and str(params), question, revision, offline)
 
 
 def auto(
@@ -129,10 +132,13 @@ def auto(
     """Search the bits of every linear within a budget such as bpw=3.5, and write the result."""
     from quantkit.auto.options import AutoOptions, AutoRequest
 
-    fields = AutoOptions.__dataclass_fields__.keys()
-    search = filled(AutoOptions, {name: options[name] for name in options.keys() & fields}, "auto")
+    fields = keys_of(AutoOptions)
+    refuse_unknown("auto", options, [*fields, *(key.rpartition(".")[2] for key in recipe.keys("gptq"))])
+    search = filled(AutoOptions, {name: options[name] for name in options.keys() & fields.keys()}, "auto")
     search.check()
-    shared = recipe.of_options("gptq", {name: options[name] for name in options.keys() - fields}).values
+    shared = recipe.of_options(
+        "gptq", {name: options[name] for name in options.keys() - fields.keys()}
+    ).values
     flags = {"output": output and Path(output), "resume": resume, "overwrite": overwrite}
     flags |= {"revision": revision, "offline": offline, "trust_remote_code": trust_remote_code}
     with _listening(progress) as listener:
@@ -179,7 +185,7 @@ def verify(
     """
     from quantkit.evaluation.settings import EvalSettings
 
-    asked = filled(EvalSettings, options, "verify")
+    asked = filled(EvalSettings, options, "verify", ("engine", "python", "engine_option"))
     asked.check()
     with _listening(progress) as listener:
         from quantkit.evaluation import served

@@ -61,6 +61,7 @@ def test_options_that_are_texts_of_flags_take_numbers_and_lists():
     }
     assert found == EvalSettings(**expected)
     assert values.filled(EvalSettings, {"dtype": "fp16"}, "evaluate").dtype == "float16"
+    assert values.filled(EvalSettings, {"ctx": "4k"}, "evaluate").ctx == 4096
     for wrong in ({"max_kld": True}, {"metrics": [1]}, {"limit": "7"}):
         with pytest.raises(QuantkitError, match=f"evaluate: {next(iter(wrong))} is "):
             values.filled(EvalSettings, wrong, "evaluate")
@@ -156,13 +157,37 @@ def test_a_call_inside_a_running_event_loop(tiny_model, tmp_path):
         (lambda: quantkit.auto("m"), "no budget is given"),
         (lambda: quantkit.convert("m", "exl2"), "--to exl2: no such layout"),
         (lambda: quantkit.push("m", "me"), "me is not the name of a repository"),
-        (lambda: quantkit.auto("m", bpw=4, sample=1), "gptq has unknown keys: sample"),
+        (lambda: quantkit.auto("m", bpw=4, sample=1), "auto has unknown keys: sample"),
+        (lambda: quantkit.evaluate([]), "evaluate has no model"),
+        (lambda: quantkit.evaluate("m", ctx="4x"), "--ctx 4x is invalid"),
+        (lambda: quantkit.verify("m", max_kld=1), "verify has unknown keys: max_kld"),
+        (lambda: quantkit.verify("m", seed=4), "--calibration and --seed are for --reproduce"),
+        (lambda: quantkit.quantize("gptq", "m", exclude="a"), "gptq: exclude is 'a', not a list of text"),
     ],
 )
 def test_wrong_options_raise_before_anything_is_read(call, message):
     with pytest.raises(QuantkitError) as caught:
         call()
     assert caught.value.message.startswith(message) and caught.value.exit_code == USAGE
+
+
+def test_an_empty_text_is_not_the_shipped_one(tiny_model):
+    with pytest.raises(QuantkitError, match="--text names no text"):
+        quantkit.evaluate(tiny_model("llama", tokenizer=True), "")
+
+
+def test_hints_name_what_the_call_accepts():
+    with pytest.raises(QuantkitError) as caught:
+        quantkit.auto("m", bwp=4)
+    assert caught.value.hint.startswith("did you mean bpw? valid keys: bpw, max_size, ")
+    with pytest.raises(QuantkitError) as caught:
+        quantkit.quantize("gptq", "m", exclude="a")
+    assert caught.value.hint.startswith("write ['a']. Keep linears in 16 bit")
+    assert quantkit.plan(params=70e9)["parameters"] == quantkit.plan(params="70B")["parameters"]
+
+
+def test_functions_are_listed_for_completion():
+    assert set(quantkit.__all__) < set(dir(quantkit))
 
 
 def test_a_damaged_checkpoint_raises_with_its_record(tiny_model, tmp_path):

@@ -129,10 +129,10 @@ def test_a_token_that_the_hub_does_not_give_is_no_bug(refuse, quantkit, monkeypa
 def test_offline_nothing_is_verified(refuse, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    refused = "org/new cannot be written offline", "leave out --offline, and unset HF_HUB_OFFLINE"
-    assert refuse(3, "push", tmp_path, "org/new") == refused
+    refused = "org/new cannot be written offline"
+    assert refuse(3, "push", tmp_path, "org/new") == (refused, "unset HF_HUB_OFFLINE")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    assert refuse(3, "nf4", tmp_path, "--push", "org/new", "--offline") == refused
+    assert refuse(3, "nf4", tmp_path, "--push", "org/new", "--offline") == (refused, "leave out --offline")
 
 
 @pytest.mark.nightly

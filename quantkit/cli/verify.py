@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from quantkit.cli import flags, streams
-from quantkit.errors import USAGE, count, name_all, require
+from quantkit.errors import count, name_all
 from quantkit.evaluation.comparison.columns import check_line
 from quantkit.evaluation.settings import EvalSettings
 from quantkit.inspection.show import provenance
@@ -53,8 +53,6 @@ def command(
 ) -> None:
     asked, trusted = flags.options(EvalSettings, values), values["trust_remote_code"]
     asked.check()
-    what = "--calibration and --seed are for --reproduce"
-    require(reproduce or (calibration, seed) == (None, None), what, "add --reproduce 2", USAGE)
     with streams.listener(values["quiet"]) as progress:
         from quantkit.evaluation import served
 

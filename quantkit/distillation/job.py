@@ -5,6 +5,7 @@
 This file opens and compares both models and plans memory before any weights are loaded.
 """
 
+import shlex
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -236,9 +237,10 @@ def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:
     hint = "give the original model first, then the compressed model"
     require(apart, f"{request.student} is teacher and student", hint, USAGE)
     what = f"{request.student} is not quantized: all its weights are floats"
-    hint = f"compress it first: quantkit gptq {request.student}"
+    hint = f"compress it first: {shlex.join(['quantkit', 'gptq', request.student])}"
     if teacher.quantized:
-        hint = f"the teacher comes first: quantkit distill {request.student} {request.teacher}"
+        swapped = shlex.join(["quantkit", "distill", request.student, request.teacher])
+        hint = f"the teacher comes first: {swapped}"
     require(student.quantized, what, hint, UNSUPPORTED)
     check_comparable((teacher, student), HINT)
     return teacher, student

@@ -99,7 +99,7 @@ def merged(records: Sequence[dict]) -> dict:
 def run(jobs: Sequence[Job], text: Path | str | None, progress: Progress) -> Result:
     """Run jobs; compare their outputs on a text, if given. An unsuitable text is refused first."""
     checkpoint, column = jobs[0].checkpoint, jobs[0].request.calibration.text_column
-    windows = load(checkpoint, text, column=column) if text else None
+    windows = load(checkpoint, text, column=column) if text is not None else None
     summaries, evaluation = loop.run(jobs, progress), None
     outputs = [Path(summary.output) for summary in summaries]
     if windows:

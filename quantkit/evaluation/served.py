@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quantkit.errors import DAMAGED, VERIFICATION, QuantkitError, refuse_problems
+from quantkit.errors import DAMAGED, USAGE, VERIFICATION, QuantkitError, refuse_problems, require
 from quantkit.evaluation import audit, evaluate, windows
 from quantkit.evaluation.comparison.columns import number
 from quantkit.evaluation.engines import Engine
@@ -35,6 +35,8 @@ def verify(
 ) -> dict:  # fmt: skip
     """Verify a checkpoint with `inspection.verify`, run an undamaged one in the requested engine, and solve
     blocks again. Return JSON. reproduce: number of blocks, or `all`. seed, calibration: see `audit.add`."""
+    what = "--calibration and --seed are for --reproduce"
+    require(reproduce or (calibration, seed) == (None, None), what, "add --reproduce 2", USAGE)
     blocks = audit.wanted(reproduce, base)
     engine = Engine.find(asked.engine, asked.python, asked.engine_option)
     record = verification.verify(source, base, progress.counting, trust_remote_code) | {"engine": None}

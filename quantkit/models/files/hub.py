@@ -35,8 +35,8 @@ def check_target(repo: str, offline: bool = False) -> None:
         utils.validate_repo_id(repo if is_id(repo) else "")
     except errors.HFValidationError as error:
         raise QuantkitError(f"{repo} is not the name of a repository", "write ORG/NAME", USAGE) from error
-    online, hint = not (offline or constants.HF_HUB_OFFLINE), "leave out --offline, and unset HF_HUB_OFFLINE"
-    require(online, f"{repo} cannot be written offline", hint, NOT_FOUND)
+    hint = "leave out --offline" if offline else "unset HF_HUB_OFFLINE"
+    require(not (offline or constants.HF_HUB_OFFLINE), f"{repo} cannot be written offline", hint, NOT_FOUND)
     try:
         token = get_token()
     except faults() as error:

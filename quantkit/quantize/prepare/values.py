@@ -1,7 +1,7 @@
 """Values of options in recipes and Python calls, checked against the types of the options."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -12,21 +12,26 @@ WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or f
 
 
 class Key(NamedTuple):
-    """An option by its name in recipes or calls. kind: type of its value."""
+    """An option by its name in recipes or calls. kind: type of its value. parser: converts a text of it."""
 
     kind: Any
     help: str
+    parser: Callable[[str], Any] | None = None
 
 
 def keys_of(kind: type) -> dict[str, Key]:
     """Return the options of a dataclass by the names of their fields."""
     hints = get_type_hints(kind)
-    return {field.name: Key(hints[field.name], field.metadata["help"]) for field in dataclasses.fields(kind)}
+    given = ((field.name, field.metadata) for field in dataclasses.fields(kind))
+    return {name: Key(hints[name], how["help"], how["parser"]) for name, how in given}
 
 
-def filled(kind: type, values: Mapping[str, Any], origin: str) -> Any:
-    """Return an instance of a dataclass of options. Raises QuantkitError for unknown names or wrong types."""
-    valid = keys_of(kind)
+def filled(kind: type, values: Mapping[str, Any], origin: str, names: Collection[str] = ()) -> Any:
+    """Return an instance of a dataclass of options. names: those that are valid here; none: all.
+
+    Raises QuantkitError for unknown names or wrong types.
+    """
+    valid = {name: key for name, key in keys_of(kind).items() if name in names or not names}
     texts = {name for name, key in valid.items() if key.kind in (str, str | None)}
     typed = {name: _as_typed(value) if name in texts else value for name, value in values.items()}
     return kind(**checked(origin, typed, valid))
@@ -43,14 +48,9 @@ def checked(origin: str, values: Mapping[str, Any], valid: dict[str, Key]) -> di
     """Return values converted to the types of their options: integers to floats, lists to tuples, texts to
     paths and paths to texts.
 
-    Raises QuantkitError naming every unknown key with similar and valid ones, or a value of a wrong type.
+    Raises QuantkitError for unknown keys, or a value of a wrong type.
     """
-    if unknown := [key for key in values if key not in valid]:
-        near = [name for key in unknown for name in _nearest(key, valid)]
-        concerned = {key.rpartition(".")[0] for key in unknown}
-        listed = [key for key in valid if "" not in concerned and key.rpartition(".")[0] in concerned]
-        hint = did_you_mean(near, ", ") + f"valid keys: {', '.join(listed or valid)}"
-        raise QuantkitError(f"{origin} has unknown keys: {', '.join(unknown)}", hint, USAGE)
+    refuse_unknown(origin, values, valid)
     converted = {}
     for name, value in values.items():
         key = valid[name]
@@ -58,14 +58,28 @@ def checked(origin: str, values: Mapping[str, Any], valid: dict[str, Key]) -> di
             value = Path(value) if Path in (key.kind, *get_args(key.kind)) else str(value)
         if isinstance(value, str) and DTYPES.get(value) in _choices(key.kind):
             value = DTYPES[value]
+        if isinstance(value, str) and key.parser:
+            value = key.parser(value)
         if not _fits(value, key.kind):
             what = f"{origin}: {name} is {value!r}, not {_named(key.kind)}"
             hint = mean_bits(str(value)) if name.endswith("bits") else ""
             hint = hint or did_you_mean(nearest(str(value), _choices(key.kind))) + key.help
+            if isinstance(value, str) and get_origin(key.kind) is tuple:
+                hint = f"write [{value!r}]. {key.help}"
             raise QuantkitError(what, hint, USAGE)
         value = tuple(value) if isinstance(value, list) else value
         converted[name] = float(value) if key.kind is float else value
     return converted
+
+
+def refuse_unknown(origin: str, names: Iterable[str], valid: Collection[str]) -> None:
+    """Raise QuantkitError naming every unknown key, with similar and valid ones."""
+    if unknown := [key for key in names if key not in valid]:
+        near = [name for key in unknown for name in _nearest(key, valid)]
+        concerned = {key.rpartition(".")[0] for key in unknown}
+        listed = [key for key in valid if "" not in concerned and key.rpartition(".")[0] in concerned]
+        hint = did_you_mean(near, ", ") + f"valid keys: {', '.join(listed or valid)}"
+        raise QuantkitError(f"{origin} has unknown keys: {', '.join(unknown)}", hint, USAGE)
 
 
 def _nearest(key: str, valid: Iterable[str]) -> list[str]:
