@@ -1,13 +1,13 @@
 """quantkit against llm-compressor, GPTQModel, AutoRound, bitsandbytes and llama-quantize on a real model.
 
     python scripts/bench_peers.py --text TEXT [--text TEXT] [--keep FOLDER] [--cases REGEX]
-        [--libraries FOLDER] [--write]
+        [--libraries FOLDER] [--samples N] [--write]
 
 All tools get the same original (scripts/real_models.py makes it), calibration tokens and group size, compute
 in the dtype of the weights with one thread, and use their default options apart from those in a row's name.
-quantkit reads each result and measures perplexity, KL divergence and top-1. A file of the model in
-scripts/peers keeps all rows: only missing rows are measured, figures are added text by text, and an
-interrupted run goes on with --keep. scripts/peer_pages.py prints pages from the rows.
+quantkit reads each result and measures perplexity, KL divergence and top-1. For each model and number of
+samples, a file in scripts/peers keeps all rows: only missing rows are measured, figures are added text by
+text, and an interrupted run goes on with --keep. scripts/peer_pages.py prints pages from the rows.
 
 Each tool runs in an environment of its own, made on the first run. Seconds of a row: from tokens to quantized
 weights (`cpu`), and with loading and saving (`whole`).
@@ -31,7 +31,7 @@ from peers.jobs import python_of, run_job, setup_of, write_tokens
 
 MODEL = ROOT / ".models" / peer_pages.MODEL
 GROUP_SIZE = 64  # 128 does not divide the model's 576 columns
-SAMPLES, SEQLEN = 64, 512  # calibration
+SAMPLES, SEQLEN = 64, 512  # calibration, unless --samples says otherwise
 CONTEXT, LIMIT = 512, 10240  # tokens of a window and of a text that is measured
 FILES = ("Q4_K_M", "Q2_K", "Q3_K_M", "IQ2_XXS", "Q8_0")
 Width = int | str  # bits, llama.cpp's file type, or the name of a format
@@ -119,7 +119,7 @@ class Store:
         self.path.write_text(f'{{"protocol": {protocol}, "rows": [\n  {lines}\n]}}\n')
 
 
-def protocol(model: Path, tokens: Path, texts: list[Path]) -> dict:
+def protocol(model: Path, tokens: Path, texts: list[Path], samples: int) -> dict:
     """Return how rows are measured; rows of one store agree in all of it."""
     config = json.loads((model / "config.json").read_text())
     return {
@@ -131,7 +131,7 @@ def protocol(model: Path, tokens: Path, texts: list[Path]) -> dict:
         "texts": {text.name: sha256(text) for text in texts},
         "group_size": GROUP_SIZE,
         "model": {model.name: sha256(model / "model.safetensors")},
-        "calibration_size": [SAMPLES, SEQLEN],
+        "calibration_size": [samples, SEQLEN],
     }
 
 
@@ -158,6 +158,12 @@ def quantize(case: Case, width: Width, tokens: Path, folder: Path, args: argpars
     return out, row | {"peak_bytes": result["peak_bytes"], "versions": result["versions"]}
 
 
+def store_of(args: argparse.Namespace) -> Path:
+    """Return the file of rows of a model and a number of samples."""
+    suffix = "" if args.samples == SAMPLES else f"-{args.samples}"
+    return peer_pages.STORES / f"{args.model.name}{suffix}.json"
+
+
 def measure(rows: list[dict], copies: list[Path], model: Path, text: Path) -> None:
     """Add the figures on a text to the row of the original and to those of its quantized copies."""
     record = evaluated(model, copies, text, CONTEXT, LIMIT)
@@ -174,9 +180,9 @@ def measure(rows: list[dict], copies: list[Path], model: Path, text: Path) -> No
 def bench(args: argparse.Namespace, folder: Path) -> None:
     """Measure what the store lacks."""
     model, texts = args.model, [path.resolve() for path in args.text or [HELDOUT]]
-    tokens = folder / f"tokens-{SAMPLES}-{SEQLEN}.json"
-    write_tokens(model, tokens, SAMPLES, SEQLEN)
-    store = Store(peer_pages.STORES / f"{model.name}.json", protocol(model, tokens, texts))
+    tokens = folder / f"tokens-{args.samples}-{SEQLEN}.json"
+    write_tokens(model, tokens, args.samples, SEQLEN)
+    store = Store(store_of(args), protocol(model, tokens, texts, args.samples))
     original = {"model": model.name, "label": "original", "width": 16, "tool": ""}
     original = store.find(model.name, "original", 16) or original
     copies: list[tuple[Path, dict]] = []
@@ -211,6 +217,7 @@ def main() -> None:
     add("--cases", default="", metavar="REGEX", help="run those of the missing rows that match; $^: none")
     add("--keep", type=Path, help="folder for checkpoints: jobs that left a result there are not run again")
     add("--libraries", type=Path, help="a prebuilt llama.cpp, as ggml.py takes it")
+    add("--samples", type=int, default=SAMPLES, help="calibration sequences")
     add("--write", action="store_true", help="put the tables where they belong")
     args = parser.parse_args()
     args.model = args.model.absolute()
@@ -218,7 +225,7 @@ def main() -> None:
         folder = (args.keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         bench(args, folder)
-    peer_pages.real(peer_pages.STORES / f"{args.model.name}.json", args.write)
+    peer_pages.real(store_of(args), args.write)
 
 
 if __name__ == "__main__":
