@@ -54,9 +54,8 @@ def quantize(
 
     An interrupted job keeps its finished blocks: call again with resume=True.
     """
-    places = {
-        name: os.fspath(place) for name, place in (("model", model), ("output", output)) if place is not None
-    }
+    places = {"model": model, "output": output}
+    places = {name: os.fspath(place) for name, place in places.items() if place is not None}
     request = recipe.merge(
         recipe.of_options(method, options | places), (), {}, revision=revision, offline=offline,
         trust_remote_code=trust_remote_code, resume=resume, overwrite=overwrite,
@@ -134,11 +133,10 @@ def auto(
 
     fields = keys_of(AutoOptions)
     refuse_unknown("auto", options, [*fields, *(key.rpartition(".")[2] for key in recipe.keys("gptq"))])
-    search = filled(AutoOptions, {name: options[name] for name in options.keys() & fields.keys()}, "auto")
+    search = filled(AutoOptions, {name: options[name] for name in options if name in fields}, "auto")
     search.check()
-    shared = recipe.of_options(
-        "gptq", {name: options[name] for name in options.keys() - fields.keys()}
-    ).values
+    others = {name: options[name] for name in options if name not in fields}
+    shared = recipe.of_options("gptq", others).values
     flags = {"output": output and Path(output), "resume": resume, "overwrite": overwrite}
     flags |= {"revision": revision, "offline": offline, "trust_remote_code": trust_remote_code}
     with _listening(progress) as listener:

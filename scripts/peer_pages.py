@@ -1,4 +1,4 @@
-"""Print pages from the rows that `bench_peers.py` keeps in `peers/MODEL.json`; nothing is measured.
+"""Print pages from the rows that `bench_peers.py` keeps in `peers/`; nothing is measured.
 
     python scripts/peer_pages.py [--write]
 

@@ -453,8 +453,9 @@ def test_refusals(workplace, refuse, tiny_model):
     assert "is teacher and student" in error
     error, hint = refuse(4, "distill", student, teacher)
     assert "is not quantized" in error and hint.endswith(f"comes first: quantkit distill {teacher} {student}")
-    error, hint = refuse(4, "distill", teacher, tiny_model("llama", name="plain", tokenizer=True))
-    assert "is not quantized" in error and "quantkit gptq" in hint
+    plain = tiny_model("llama", name="a plain one", tokenizer=True)
+    error, hint = refuse(4, "distill", teacher, plain)
+    assert "is not quantized" in error and hint == f"compress it first: quantkit gptq '{plain}'"
     cut = tiny_model("llama", name="cut", tokenizer=True, num_hidden_layers=2)
     content = json.loads((cut / "tokenizer.json").read_text())
     content["model"]["merges"].pop()

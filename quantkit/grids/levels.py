@@ -45,7 +45,7 @@ class WholeLevels(Grid):
 
 
 class TableLevels(Grid):
-    """Grids whose levels are in a table, by code, that contains 0. Neighbours are several units apart.
+    """Grids with a table of levels, by code. It contains 0, and neighbours are several units apart.
 
     Rounding is a look-up, without a search: a second table gives the nearest level for each interval between
     two integers. If a midpoint lies inside an interval, values near it may get either level.
